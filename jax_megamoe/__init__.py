@@ -1,0 +1,1 @@
+"""DeepGEMM's MegaMoE kernels as a JAX op."""

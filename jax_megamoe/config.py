@@ -1,0 +1,178 @@
+"""What a MoE layer computes: `MoEConfig` and its `Activation`, frozen and checked when made.
+
+Neither imports JAX: a config can be made, compared, hashed and planned for on a machine without it.
+"""
+
+import math
+from dataclasses import dataclass
+
+from jax_megamoe import _checks
+from jax_megamoe.formats import WeightFormat, as_weight_format
+
+SIZE_MULTIPLE = 128
+"""hidden_size and intermediate_size are multiples of this in every format."""
+
+_ACTIVATION_DEFAULTS = {"swiglu": (1.0, 0.0), "situ": (4.0, 25.0)}
+
+
+@dataclass(frozen=True, init=False)
+class Activation:
+    """The gated activation between the two matmuls, in float32.
+
+    * ``swiglu``: ``gate * sigmoid(alpha * gate) * (up + beta)``, after gate is clamped from above and up to
+      ``[-clamp, clamp]`` when clamp is set. alpha defaults to 1, beta to 0. DeepSeek-V4 has clamp 10, GPT-OSS alpha
+      1.702, beta 1, clamp 7.
+    * ``situ``: gate branch ``alpha * tanh(gate / alpha) * sigmoid(gate)``, linear branch ``beta * tanh(up / beta)``, or
+      up itself when beta is 0. alpha defaults to 4, beta to 25 (Kimi-K3).
+
+    Args:
+        name: ``"swiglu"`` or ``"situ"``.
+        clamp: the limit, >= 0; None or infinity for none. Not with situ.
+        alpha: finite; > 0 for situ.
+        beta: finite; >= 0 for situ.
+
+    Raises:
+        ValueError: an unknown name, a non-finite alpha or beta, a negative or NaN clamp, situ with a clamp, with
+            alpha <= 0 or with beta < 0.
+        TypeError: a parameter that is not a number.
+    """
+
+    name: str
+    clamp: float | None
+    alpha: float
+    beta: float
+
+    def __init__(
+        self, name: str, *, clamp: float | None = None, alpha: float | None = None, beta: float | None = None
+    ) -> None:
+        _checks.one_of("activation", name, _ACTIVATION_DEFAULTS)
+        default_alpha, default_beta = _ACTIVATION_DEFAULTS[name]
+        alpha = _checks.finite("activation alpha", default_alpha if alpha is None else alpha)
+        beta = _checks.finite("activation beta", default_beta if beta is None else beta)
+        if name == "situ":
+            if clamp is not None:
+                raise ValueError(_checks.message("activation clamp", "None for situ, which has no clamp", clamp))
+            if alpha <= 0:
+                raise ValueError(_checks.message("activation alpha", "a number > 0 for situ", alpha))
+            if beta < 0:
+                raise ValueError(_checks.message("activation beta", "a number >= 0 for situ", beta))
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "clamp", _checked_clamp(clamp))
+        object.__setattr__(self, "alpha", alpha)
+        object.__setattr__(self, "beta", beta)
+
+
+def _checked_clamp(clamp: object) -> float | None:
+    if clamp is None:
+        return None
+    if isinstance(clamp, bool) or not isinstance(clamp, int | float):
+        raise TypeError(_checks.message("activation clamp", "a number or None", repr(clamp)))
+    if math.isnan(clamp) or clamp < 0:
+        raise ValueError(_checks.message("activation clamp", "a number >= 0 or None", clamp))
+    return None if math.isinf(clamp) else float(clamp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """Sizes, format and activation of one MoE layer; the same on every rank.
+
+    Attributes:
+        num_experts: physical experts over all ranks; at least num_logical_experts, the rest are replicas.
+        top_k: experts a token names, 1 to num_logical_experts.
+        hidden_size: H, a multiple of 128.
+        intermediate_size: I of one routed expert, a multiple of 128.
+        weight_format: a `WeightFormat` or its name.
+        activation: an `Activation`, or the name of one with its default parameters.
+        max_num_tokens: most tokens a rank passes in one call.
+        num_shared_experts: width of the shared expert in units of intermediate_size; 0 for none that could be fused.
+        num_logical_experts: experts the router knows; None: num_experts. Physical slot p holds logical expert
+            p % num_logical_experts, until a rebalance says otherwise.
+        shared_format: precision of a fused shared expert; None: the format's default.
+        kernel_source: ``"sgl"`` or ``"vllm"`` to force a source of kernels; None: the preferred one that can.
+        reserved_sms: streaming multiprocessors that the kernel leaves free for others (collectives on another stream);
+            an even number.
+        fast_math: the kernel's approximate exp and reciprocal.
+
+    Raises:
+        ValueError: a size out of range or off its multiple, an activation or shared precision the format does not have.
+        TypeError: a field of the wrong type.
+    """
+
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    max_num_tokens: int
+    weight_format: WeightFormat = as_weight_format("mxfp4")
+    activation: Activation = Activation("swiglu")
+    num_shared_experts: int = 0
+    num_logical_experts: int | None = None
+    shared_format: str | None = None
+    kernel_source: str | None = None
+    reserved_sms: int = 0
+    fast_math: bool = True
+
+    def __post_init__(self) -> None:
+        for field in ("num_experts", "top_k", "hidden_size", "intermediate_size", "max_num_tokens"):
+            object.__setattr__(self, field, _checks.integer(field, getattr(self, field), minimum=1))
+        for field in ("num_shared_experts", "reserved_sms"):
+            object.__setattr__(self, field, _checks.integer(field, getattr(self, field)))
+        object.__setattr__(self, "weight_format", as_weight_format(self.weight_format))
+        if isinstance(self.activation, str):
+            object.__setattr__(self, "activation", Activation(self.activation))
+        self._check_sizes()
+        self._check_choices()
+
+    def _check_sizes(self) -> None:
+        _checks.multiple("hidden_size", self.hidden_size, SIZE_MULTIPLE)
+        _checks.multiple("intermediate_size", self.intermediate_size, SIZE_MULTIPLE)
+        _checks.multiple("reserved_sms", self.reserved_sms, 2, "the kernel runs pairs of SMs")
+        if self.num_logical_experts is not None:
+            logical = _checks.integer("num_logical_experts", self.num_logical_experts, minimum=1)
+            _checks.at_most(
+                "num_logical_experts", logical, self.num_experts, "num_experts", "every expert needs a physical slot"
+            )
+            object.__setattr__(self, "num_logical_experts", logical)
+        _checks.at_most("top_k", self.top_k, self.logical_experts, "num_logical_experts")
+
+    def _check_choices(self) -> None:
+        if not isinstance(self.activation, Activation):
+            raise TypeError(_checks.message("activation", "an Activation or its name", repr(self.activation)))
+        form = self.weight_format
+        _checks.one_of(f"activation of {form.name}", self.activation.name, form.activations)
+        if self.shared_format is not None:
+            _checks.one_of(f"shared_format of {form.name}", self.shared_format, form.shared_formats)
+        elif form.shared_formats:
+            object.__setattr__(self, "shared_format", form.shared_formats[0])
+        if self.kernel_source is not None:
+            _checks.one_of("kernel_source", self.kernel_source, ("sgl", "vllm"))
+        if not isinstance(self.fast_math, bool):
+            raise TypeError(_checks.message("fast_math", "a bool", repr(self.fast_math)))
+
+    @property
+    def logical_experts(self) -> int:
+        """num_logical_experts, or num_experts where there are no replicas."""
+        return self.num_experts if self.num_logical_experts is None else self.num_logical_experts
+
+    @property
+    def shared_size(self) -> int:
+        """S, the shared expert's intermediate size."""
+        return self.intermediate_size * self.num_shared_experts
+
+    def experts_per_rank(self, num_ranks: int) -> int:
+        """Local experts of each of `num_ranks` ranks.
+
+        Raises:
+            ValueError: the physical experts do not divide by the ranks.
+        """
+        num_ranks = _checks.integer("num_ranks", num_ranks, minimum=1)
+        if self.num_experts % num_ranks:
+            raise ValueError(
+                _checks.message(
+                    "num_experts",
+                    f"a multiple of the {num_ranks} expert-parallel ranks",
+                    self.num_experts,
+                    "experts are placed whole and evenly: add replicas or use another number of ranks",
+                )
+            )
+        return self.num_experts // num_ranks

@@ -1,0 +1,1 @@
+"""Launch planning: pure Python from ints to frozen dataclasses."""

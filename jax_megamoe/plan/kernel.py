@@ -1,0 +1,40 @@
+"""A kernel, and the shape of its launch."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One instantiation of a kernel template: all that a compiler must know, nothing of the machine.
+
+    Attributes:
+        source: distribution the header comes from: ``"sgl"``, ``"vllm"`` or ``"jax_megamoe"``.
+        arch: the compiler's architecture, for example ``"sm_100f"``.
+        header: as included, for example ``"deep_gemm/impls/sm90_fp8_mega_moe.cuh"``.
+        symbol: the template's name inside namespace deep_gemm.
+        template_args: C++ text of each argument, in order.
+        parameter_types: C++ type of each kernel parameter, in order; asserted when the kernel is compiled.
+    """
+
+    source: str
+    arch: str
+    header: str
+    symbol: str
+    template_args: tuple[str, ...]
+    parameter_types: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """Grid, cluster and block sizes, dynamic shared memory, and launch attributes.
+
+    Attributes:
+        smem: dynamic shared memory of a block, bytes; also the function attribute that allows it.
+        programmatic_serialization: the launch may start before its predecessor ended (CUDA launch attribute 6).
+    """
+
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int] = (1, 1, 1)
+    smem: int = 0
+    programmatic_serialization: bool = False
