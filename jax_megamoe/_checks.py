@@ -23,7 +23,9 @@ def integer(argument: str, value: object, *, minimum: int = 0, hint: str = "") -
         ValueError: below `minimum`.
     """
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise TypeError(message(argument, "an integer", f"{value!r} ({type(value).__name__})", hint))
+        raise TypeError(
+            message(argument, "an integer", f"{value!r} ({type(value).__name__})", hint)
+        )
     number = value.__index__()
     if number < minimum:
         raise ValueError(message(argument, f"an integer >= {minimum}", number, hint))
@@ -85,5 +87,7 @@ def dtype(argument: str, array: Any, expected: Sequence[str], hint: str = "") ->
     """Raises TypeError unless the array's dtype is named in `expected`."""
     got = str(getattr(array, "dtype", type(array).__name__))
     if got not in expected:
-        wanted = f"dtype {expected[0]}" if len(expected) == 1 else f"one of the dtypes {list(expected)}"
+        wanted = (
+            f"dtype {expected[0]}" if len(expected) == 1 else f"one of the dtypes {list(expected)}"
+        )
         raise TypeError(message(argument, wanted, got, hint))

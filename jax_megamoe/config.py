@@ -43,7 +43,12 @@ class Activation:
     beta: float
 
     def __init__(
-        self, name: str, *, clamp: float | None = None, alpha: float | None = None, beta: float | None = None
+        self,
+        name: str,
+        *,
+        clamp: float | None = None,
+        alpha: float | None = None,
+        beta: float | None = None,
     ) -> None:
         _checks.one_of("activation", name, _ACTIVATION_DEFAULTS)
         default_alpha, default_beta = _ACTIVATION_DEFAULTS[name]
@@ -51,9 +56,13 @@ class Activation:
         beta = _checks.finite("activation beta", default_beta if beta is None else beta)
         if name == "situ":
             if clamp is not None:
-                raise ValueError(_checks.message("activation clamp", "None for situ, which has no clamp", clamp))
+                raise ValueError(
+                    _checks.message("activation clamp", "None for situ, which has no clamp", clamp)
+                )
             if alpha <= 0:
-                raise ValueError(_checks.message("activation alpha", "a number > 0 for situ", alpha))
+                raise ValueError(
+                    _checks.message("activation alpha", "a number > 0 for situ", alpha)
+                )
             if beta < 0:
                 raise ValueError(_checks.message("activation beta", "a number >= 0 for situ", beta))
         object.__setattr__(self, "name", name)
@@ -130,14 +139,20 @@ class MoEConfig:
         if self.num_logical_experts is not None:
             logical = _checks.integer("num_logical_experts", self.num_logical_experts, minimum=1)
             _checks.at_most(
-                "num_logical_experts", logical, self.num_experts, "num_experts", "every expert needs a physical slot"
+                "num_logical_experts",
+                logical,
+                self.num_experts,
+                "num_experts",
+                "every expert needs a physical slot",
             )
             object.__setattr__(self, "num_logical_experts", logical)
         _checks.at_most("top_k", self.top_k, self.logical_experts, "num_logical_experts")
 
     def _check_choices(self) -> None:
         if not isinstance(self.activation, Activation):
-            raise TypeError(_checks.message("activation", "an Activation or its name", repr(self.activation)))
+            raise TypeError(
+                _checks.message("activation", "an Activation or its name", repr(self.activation))
+            )
         form = self.weight_format
         _checks.one_of(f"activation of {form.name}", self.activation.name, form.activations)
         if self.shared_format is not None:

@@ -38,7 +38,9 @@ class WeightSpec:
     @property
     def bits(self) -> int:
         """Bits of one weight value, scales not counted."""
-        return {"uint8": 8, "float8_e4m3fn": 8, "bfloat16": 16}[self.storage] // self.values_per_element
+        return {"uint8": 8, "float8_e4m3fn": 8, "bfloat16": 16}[
+            self.storage
+        ] // self.values_per_element
 
     @property
     def packs_scales(self) -> bool:
@@ -70,10 +72,20 @@ class WeightFormat:
 
 
 MXFP4 = WeightFormat(
-    "mxfp4", WeightSpec("uint8", 2, "ue8m0", (1, 32)), "mxfp8", ("mxfp8",), ("swiglu", "situ"), "sm100"
+    "mxfp4",
+    WeightSpec("uint8", 2, "ue8m0", (1, 32)),
+    "mxfp8",
+    ("mxfp8",),
+    ("swiglu", "situ"),
+    "sm100",
 )
 MXFP8 = WeightFormat(
-    "mxfp8", WeightSpec("float8_e4m3fn", 1, "ue8m0", (1, 32)), "mxfp8", ("mxfp8",), ("swiglu", "situ"), "sm100"
+    "mxfp8",
+    WeightSpec("float8_e4m3fn", 1, "ue8m0", (1, 32)),
+    "mxfp8",
+    ("mxfp8",),
+    ("swiglu", "situ"),
+    "sm100",
 )
 NVFP4 = WeightFormat(
     "nvfp4",
@@ -84,9 +96,16 @@ NVFP4 = WeightFormat(
     "sm100",
     weighs_in_combine=True,
 )
-BF16 = WeightFormat("bf16", WeightSpec("bfloat16", 1, "none", (0, 0)), "bf16", ("bf16",), ("swiglu",), "sm100")
+BF16 = WeightFormat(
+    "bf16", WeightSpec("bfloat16", 1, "none", (0, 0)), "bf16", ("bf16",), ("swiglu",), "sm100"
+)
 FP8_BLOCK = WeightFormat(
-    "fp8_block", WeightSpec("float8_e4m3fn", 1, "float32", (128, 128)), "fp8_block", (), ("swiglu",), "sm90"
+    "fp8_block",
+    WeightSpec("float8_e4m3fn", 1, "float32", (128, 128)),
+    "fp8_block",
+    (),
+    ("swiglu",),
+    "sm90",
 )
 
 WEIGHT_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
