@@ -1,6 +1,7 @@
 """The only builders of "expected ..., got ..." text, and the argument checks made of them.
 
-Every message names the argument, what was expected and what was got, and where it helps a hint on what to do.
+Every message names the argument, what was expected and what was got, and where it helps a hint on
+what to do.
 Nothing here imports JAX: arrays are looked at through `shape` and `dtype` alone.
 """
 

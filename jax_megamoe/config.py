@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from jax_megamoe import _checks
-from jax_megamoe.formats import WeightFormat, as_weight_format
+from jax_megamoe.formats import MXFP4, WeightFormat, as_weight_format
 
 SIZE_MULTIPLE = 128
 """hidden_size and intermediate_size are multiples of this in every format."""
@@ -19,11 +19,12 @@ _ACTIVATION_DEFAULTS = {"swiglu": (1.0, 0.0), "situ": (4.0, 25.0)}
 class Activation:
     """The gated activation between the two matmuls, in float32.
 
-    * ``swiglu``: ``gate * sigmoid(alpha * gate) * (up + beta)``, after gate is clamped from above and up to
-      ``[-clamp, clamp]`` when clamp is set. alpha defaults to 1, beta to 0. DeepSeek-V4 has clamp 10, GPT-OSS alpha
-      1.702, beta 1, clamp 7.
-    * ``situ``: gate branch ``alpha * tanh(gate / alpha) * sigmoid(gate)``, linear branch ``beta * tanh(up / beta)``, or
-      up itself when beta is 0. alpha defaults to 4, beta to 25 (Kimi-K3).
+    * ``swiglu``: ``gate * sigmoid(alpha * gate) * (up + beta)``, after gate is clamped from above
+      and up to ``[-clamp, clamp]`` when clamp is set. alpha defaults to 1, beta to 0. DeepSeek-V4
+      has clamp 10, GPT-OSS alpha 1.702, beta 1, clamp 7.
+    * ``situ``: gate branch ``alpha * tanh(gate / alpha) * sigmoid(gate)``, linear branch
+      ``beta * tanh(up / beta)``, or up itself when beta is 0. alpha defaults to 4, beta to 25
+      (Kimi-K3).
 
     Args:
         name: ``"swiglu"`` or ``"situ"``.
@@ -32,8 +33,8 @@ class Activation:
         beta: finite; >= 0 for situ.
 
     Raises:
-        ValueError: an unknown name, a non-finite alpha or beta, a negative or NaN clamp, situ with a clamp, with
-            alpha <= 0 or with beta < 0.
+        ValueError: an unknown name, a non-finite alpha or beta, a negative or NaN clamp, situ with
+            a clamp, with alpha <= 0 or with beta < 0.
         TypeError: a parameter that is not a number.
     """
 
@@ -86,24 +87,26 @@ class MoEConfig:
     """Sizes, format and activation of one MoE layer; the same on every rank.
 
     Attributes:
-        num_experts: physical experts over all ranks; at least num_logical_experts, the rest are replicas.
+        num_experts: physical experts over all ranks, replicas included.
         top_k: experts a token names, 1 to num_logical_experts.
         hidden_size: H, a multiple of 128.
         intermediate_size: I of one routed expert, a multiple of 128.
+        max_num_tokens: most tokens a rank passes in one call.
         weight_format: a `WeightFormat` or its name.
         activation: an `Activation`, or the name of one with its default parameters.
-        max_num_tokens: most tokens a rank passes in one call.
-        num_shared_experts: width of the shared expert in units of intermediate_size; 0 for none that could be fused.
-        num_logical_experts: experts the router knows; None: num_experts. Physical slot p holds logical expert
-            p % num_logical_experts, until a rebalance says otherwise.
+        num_shared_experts: width of a fused shared expert in units of intermediate_size; 0: none.
+        num_logical_experts: experts the router knows; None: num_experts. Physical slot p holds
+            logical expert p % num_logical_experts, until a rebalance says otherwise.
         shared_format: precision of a fused shared expert; None: the format's default.
-        kernel_source: ``"sgl"`` or ``"vllm"`` to force a source of kernels; None: the preferred one that can.
-        reserved_sms: streaming multiprocessors that the kernel leaves free for others (collectives on another stream);
-            an even number.
+        kernel_source: ``"sgl"`` or ``"vllm"`` to force a source of kernels; None: the preferred one
+            that can.
+        reserved_sms: streaming multiprocessors that the kernel leaves free for others (collectives
+            on another stream); an even number.
         fast_math: the kernel's approximate exp and reciprocal.
 
     Raises:
-        ValueError: a size out of range or off its multiple, an activation or shared precision the format does not have.
+        ValueError: a size out of range or off its multiple, an activation or shared precision that
+            the format does not have.
         TypeError: a field of the wrong type.
     """
 
@@ -112,7 +115,7 @@ class MoEConfig:
     hidden_size: int
     intermediate_size: int
     max_num_tokens: int
-    weight_format: WeightFormat = as_weight_format("mxfp4")
+    weight_format: WeightFormat = MXFP4
     activation: Activation = Activation("swiglu")
     num_shared_experts: int = 0
     num_logical_experts: int | None = None
@@ -187,7 +190,7 @@ class MoEConfig:
                     "num_experts",
                     f"a multiple of the {num_ranks} expert-parallel ranks",
                     self.num_experts,
-                    "experts are placed whole and evenly: add replicas or use another number of ranks",
+                    "experts are placed whole and evenly: add replicas or change the ranks",
                 )
             )
         return self.num_experts // num_ranks

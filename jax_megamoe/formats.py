@@ -1,4 +1,4 @@
-"""The weight formats: what one weight is stored as, how it is scaled, and what may be fused with it.
+"""The weight formats: how a weight is stored and scaled, and what may be fused with it.
 
 Plain data: dtype names are strings, so that `plan/` can read the table without importing JAX.
 """
@@ -20,13 +20,13 @@ class WeightSpec:
 
     Attributes:
         storage: dtype name of the stored weight; uint8 holds two FP4 values.
-        values_per_element: weight values in one stored element (2 for FP4, even k in the low nibble).
+        values_per_element: weights in one stored element (2 for FP4, even k in the low nibble).
         scale: what a block scale is: an exponent byte (UE8M0), an E4M3 byte, a float32, or nothing.
         block: values that share one scale, (rows of N, columns of K); (0, 0) without scales.
         has_global_scale: a float32 scale per expert and matrix multiplies the block scales (NVFP4).
 
-    Source of the block sizes: OCP Microscaling Formats v1.0 (MXFP4, MXFP8: 1x32), NVIDIA's NVFP4 (1x16), DeepSeek-V3
-    technical report section 3.3 (128x128).
+    Source of the block sizes: OCP Microscaling Formats v1.0 (MXFP4, MXFP8: 1x32), NVIDIA's NVFP4
+    (1x16), DeepSeek-V3 technical report section 3.3 (128x128).
     """
 
     storage: str
@@ -56,10 +56,12 @@ class WeightFormat:
         name: the key in `WEIGHT_FORMATS`.
         weight: storage of a routed expert's matrices.
         activation_format: what tokens are quantised to before they are dispatched.
-        shared_formats: precisions that a fused shared expert may have, the default first; empty: never fused.
+        shared_formats: precisions a fused shared expert may have, the default first; empty: never
+            fused.
         activations: names of the activations that the format's kernels have.
         architecture: GPU family whose kernel runs the format.
-        weighs_in_combine: the top-k weight multiplies in the combine (NVFP4) rather than before the second matmul.
+        weighs_in_combine: the top-k weight multiplies in the combine (NVFP4) rather than before the
+            second matmul.
     """
 
     name: str
