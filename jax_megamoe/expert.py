@@ -1,0 +1,144 @@
+"""What happens inside one expert between and after its matmuls, rounding where the kernels round.
+
+`xla` and `reference` share these steps. Sections named below are deepgemm-abi's; SM100 formats
+follow the vllm source's kernels, fp8_block the sgl source's SM90 kernel.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int32
+
+from jax_megamoe import quantization
+from jax_megamoe.config import Activation
+from jax_megamoe.formats import WeightFormat
+from jax_megamoe.weights.params import SGL_FP4
+
+
+def round_bf16(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """`x` rounded to BF16 values, still float32.
+
+    Not a pair of casts: XLA may drop those (xla_allow_excess_precision).
+    """
+    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+
+
+def matmul(
+    x: Float[Array, "rows k"], w: Float[Array, "n k"], precision: lax.Precision | None = None
+) -> Float32[Array, "rows n"]:
+    """x @ w.T accumulated in float32."""
+    contract = (((x.ndim - 1,), (w.ndim - 1,)), ((), ()))
+    return lax.dot_general(
+        x, w, contract, precision=precision, preferred_element_type=jnp.float32
+    )
+
+
+def split_gate_up(
+    h: Float32[Array, "*rows w13"], layout: str
+) -> tuple[Float32[Array, "*rows inter"], Float32[Array, "*rows inter"]]:
+    """Gate and up out of the first matmul's result, whose columns are w13's rows in `layout`."""
+    lead, inter = h.shape[:-1], h.shape[-1] // 2
+    if layout == SGL_FP4:
+        # 32 stored rows: (parity of the source row, half, 8 rows); source row = 2 * row + parity.
+        blocks = h.reshape(*lead, inter // 16, 2, 2, 8)
+        ordered = jnp.moveaxis(jnp.moveaxis(blocks, -2, 0), -2, -1)
+        return ordered[0].reshape(*lead, inter), ordered[1].reshape(*lead, inter)
+    blocks = h.reshape(*lead, inter // 8, 2, 8)
+    return blocks[..., 0, :].reshape(*lead, inter), blocks[..., 1, :].reshape(*lead, inter)
+
+
+def activate(
+    gate: Float32[Array, "*shape"], up: Float32[Array, "*shape"], activation: Activation
+) -> Float32[Array, "*shape"]:
+    """The gated activation in float32 (section 11, step 3)."""
+    if activation.clamp is not None:
+        gate = jnp.minimum(gate, activation.clamp)
+        up = jnp.clip(up, -activation.clamp, activation.clamp)
+    if activation.name == "situ":
+        alpha, beta = activation.alpha, activation.beta
+        linear = beta * jnp.tanh(up / beta) if beta else up
+        return alpha * jnp.tanh(gate / alpha) * _sigmoid(gate) * linear
+    return gate * _sigmoid(activation.alpha * gate) * (up + activation.beta)
+
+
+def _sigmoid(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    return 1.0 / (1.0 + jnp.exp(-x))
+
+
+def rounded_activation(
+    gate: Float32[Array, "*shape"],
+    up: Float32[Array, "*shape"],
+    activation: Activation,
+    form: WeightFormat,
+) -> Float32[Array, "*shape"]:
+    """`activate` as the format's kernel does it: SM100 rounds gate, up and the clamp to BF16 first."""
+    if form.architecture == "sm90":
+        return activate(gate, up, activation)
+    if activation.clamp is not None:
+        clamp = float(jnp.bfloat16(activation.clamp))
+        activation = Activation(
+            activation.name, clamp=clamp, alpha=activation.alpha, beta=activation.beta
+        )
+    return activate(round_bf16(gate), round_bf16(up), activation)
+
+
+def requantize(
+    act: Float32[Array, "*rows inter"],
+    form: WeightFormat,
+    activation_scale: Float32[Array, ""] | None,
+) -> Float[Array, "*rows inter"]:
+    """The second matmul's input: quantised as the kernel does and decoded again (step 5).
+
+    The result holds the decoded values, bfloat16 where those are exact (NVFP4: without the global
+    activation scale, which the kernel folds into the output's factor), float32 for fp8_block.
+    """
+    if form.activation_format == "bf16":
+        return act.astype(jnp.bfloat16)
+    if form.activation_format == "mxfp8":
+        decoded = quantization.dequantize_mxfp8(*quantization.requantize_l2_mxfp8(act))
+        return decoded.astype(jnp.bfloat16)
+    if form.activation_format == "nvfp4":
+        quantised = quantization.requantize_l2_nvfp4(act, activation_scale)
+        return quantization.dequantize_nvfp4(*quantised, jnp.float32(1)).astype(jnp.bfloat16)
+    return quantization.dequantize_tokens_fp8_block(*quantization.requantize_l2_fp8_block(act))
+
+
+def input_scale(w2_input_scale: Float32[Array, " experts"]) -> Float32[Array, ""]:
+    """NVFP4's one scale of every second matmul's input: the largest, or 1 when all are 0."""
+    largest = jnp.max(w2_input_scale)
+    return jnp.where(largest > 0, largest, jnp.float32(1))
+
+
+def combine(
+    slots: Float[Array, "tokens top_k hidden"],
+    topk_weights: Float32[Array, "tokens top_k"] | None,
+    shared: Float32[Array, "tokens hidden"] | None,
+) -> Float32[Array, "tokens hidden"]:
+    """The sum over a token's experts in slot order, the shared expert first (step 7).
+
+    Args:
+        slots: each expert's output, zero where unrouted.
+        topk_weights: factors of the slots for formats that weigh in the combine, else None.
+        shared: the shared expert's output.
+    """
+    total = jnp.zeros((slots.shape[0], slots.shape[2]), jnp.float32) if shared is None else shared
+    for k in range(slots.shape[1]):
+        term = slots[:, k].astype(jnp.float32)
+        total = total + (term if topk_weights is None else term * topk_weights[:, k, None])
+    return total
+
+
+def count_tokens(topk_ids: Int32[Array, "tokens top_k"], num_experts: int) -> Int32[Array, " e"]:
+    """Tokens routed to each expert; ids outside [0, num_experts) are not counted."""
+    ids = jnp.where(topk_ids < 0, num_experts, topk_ids).reshape(-1)
+    return jnp.zeros(num_experts, jnp.int32).at[ids].add(1, mode="drop")
+
+
+def varying_zero(*arrays: jax.Array) -> Float32[Array, ""]:
+    """A zero that varies over every mesh axis the arrays vary over.
+
+    Inside `shard_map` a loop's carry must start with the type it ends with.
+    """
+    firsts = [array.reshape(-1)[0] for array in arrays]
+    zeros = [jnp.where(first == first, jnp.float32(0), jnp.float32(0)) for first in firsts]
+    return sum(zeros[1:], start=zeros[0])

@@ -1,0 +1,268 @@
+"""Plain expert matrices to `ExpertWeights` in kernel layout, and back."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Float32
+
+from jax_megamoe import _checks, quantization
+from jax_megamoe.config import MoEConfig
+from jax_megamoe.formats import WEIGHT_FORMATS, WeightFormat
+from jax_megamoe.weights import layout as layouts
+from jax_megamoe.weights.params import INTERLEAVE_8, ExpertWeights, check_weights, default_layout
+
+Matrices = tuple[Array, Array, Array]
+"""gate [..., I, H], up [..., I, H], down [..., H, I]."""
+
+_FLOAT_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def quantize_experts(
+    config: MoEConfig,
+    gate: Float[Array, "experts inter hidden"],
+    up: Float[Array, "experts inter hidden"],
+    down: Float[Array, "experts hidden inter"],
+    *,
+    shared: Matrices | None = None,
+    biases: Matrices | None = None,
+    w2_input_scale: Float32[Array, " experts"] | None = None,
+) -> ExpertWeights:
+    """Float matrices as the config's format in kernel layout.
+
+    Quantises one expert at a time. With fewer logical than physical experts, slot p gets logical
+    expert p % num_logical_experts.
+
+    Args:
+        config: the layer.
+        gate: bfloat16, float16 or float32 [E, I, H], E logical (or all physical) experts.
+        up: [E, I, H].
+        down: [E, H, I].
+        shared: gate [S, H], up [S, H] and down [H, S] of a shared expert to fuse, S =
+            intermediate_size * num_shared_experts.
+        biases: gate [E, I], up [E, I] and down [E, H]; run by ``xla`` and ``reference``.
+        w2_input_scale: float32 [E], NVFP4's calibrated scale of the second matmul's input; None: 1.
+
+    Raises:
+        ValueError: a wrong shape, a value that is not finite, a shared expert that the format does
+            not fuse or whose size is not S.
+        TypeError: a wrong dtype.
+    """
+    parts = dict(gate=gate, up=up, down=down)
+    experts = _num_experts(config, gate)
+    _check_parts(parts, (experts,), config.intermediate_size, config.hidden_size)
+    slots = np.arange(config.num_experts) % experts
+    layout = default_layout(config)
+    fields = _quantize(parts, form=config.weight_format, layout=layout)
+    if config.weight_format.weight.has_global_scale:
+        fields["w2_input_scale"] = _input_scales(w2_input_scale, experts)
+    elif w2_input_scale is not None:
+        expected = f"None for {config.weight_format.name}"
+        raise ValueError(_checks.message("w2_input_scale", expected, "an array"))
+    if biases is not None:
+        fields |= _bias_fields(config, biases, experts, layout)
+    if experts != config.num_experts:
+        fields = {name: array[slots] for name, array in fields.items()}
+    if shared is not None:
+        fields |= _shared_fields(config, shared)
+    weights = ExpertWeights(**fields, format=config.weight_format.name, layout=layout)
+    check_weights(config, weights)
+    return weights
+
+
+def _num_experts(config: MoEConfig, gate: Array) -> int:
+    experts = gate.shape[0] if getattr(gate, "ndim", 0) == 3 else config.logical_experts
+    return config.num_experts if experts == config.num_experts else config.logical_experts
+
+
+def _check_parts(parts: dict[str, Array], lead: tuple[int, ...], inter: int, hidden: int) -> None:
+    sizes = dict(gate=(inter, hidden), up=(inter, hidden), down=(hidden, inter))
+    for name, array in parts.items():
+        _checks.shape(name, array, (*lead, *sizes[name]))
+        _checks.dtype(name, array, _FLOAT_DTYPES)
+        check_finite(name, array)
+
+
+def check_finite(name: str, array: Array) -> None:
+    """Raises ValueError for a concrete array with NaN or infinity; tracers pass."""
+    if not isinstance(array, jax.core.Tracer) and not bool(jnp.isfinite(array).all()):
+        raise ValueError(_checks.message(name, "finite values", "NaN or infinity"))
+
+
+def _input_scales(scales: Array | None, experts: int) -> Array:
+    if scales is None:
+        return jnp.zeros(experts, jnp.float32)
+    _checks.shape("w2_input_scale", scales, (experts,))
+    _checks.dtype("w2_input_scale", scales, ["float32"])
+    check_finite("w2_input_scale", scales)
+    return jnp.asarray(scales)
+
+
+def _bias_fields(
+    config: MoEConfig, biases: Matrices, experts: int, layout: str
+) -> dict[str, Array]:
+    sizes = (config.intermediate_size, config.intermediate_size, config.hidden_size)
+    for name, bias, size in zip(("gate bias", "up bias", "down bias"), biases, sizes, strict=True):
+        _checks.shape(name, bias, (experts, size))
+        _checks.dtype(name, bias, _FLOAT_DTYPES)
+        check_finite(name, bias)
+    gate, up, down = (jnp.asarray(bias, jnp.float32) for bias in biases)
+    rows = jnp.concatenate([gate, up], axis=-1)[..., None]
+    return dict(w13_bias=layouts.w13_to_kernel(rows, layout)[..., 0], w2_bias=down)
+
+
+def _shared_fields(config: MoEConfig, shared: Matrices) -> dict[str, Array]:
+    name = config.weight_format.name
+    hint = "pass the shared expert to mega_moe as a function instead"
+    if config.shared_format is None:
+        expected = f"None: {name} kernels fuse no shared expert"
+        raise ValueError(_checks.message("shared", expected, "matrices", hint))
+    if not config.num_shared_experts:
+        expected = "None where config.num_shared_experts is 0"
+        raise ValueError(_checks.message("shared", expected, "matrices", hint))
+    parts = dict(zip(("gate", "up", "down"), shared, strict=True))
+    sizes = dict(gate=(config.shared_size, config.hidden_size))
+    sizes |= dict(up=sizes["gate"], down=sizes["gate"][::-1])
+    for part, array in parts.items():
+        _checks.shape(f"shared {part}", array, sizes[part])
+        _checks.dtype(f"shared {part}", array, _FLOAT_DTYPES)
+        check_finite(f"shared {part}", array)
+    form = WEIGHT_FORMATS[config.shared_format]
+    one = {part: jnp.asarray(array)[None] for part, array in parts.items()}
+    fields = _quantize(one, form=form, layout=INTERLEAVE_8)
+    names = {"w13_weight": "shared_l1_weight", "w2_weight": "shared_l2_weight"}
+    names |= {f"{key}_scale": f"{value}_scale" for key, value in names.items()}
+    return {names[name]: array[0] for name, array in fields.items()}
+
+
+@partial(jax.jit, static_argnames=("form", "layout"))
+def _quantize(parts: dict[str, Array], *, form: WeightFormat, layout: str) -> dict[str, Array]:
+    def one(expert: dict[str, Array]) -> dict[str, Array]:
+        w13 = jnp.concatenate([expert["gate"], expert["up"]], axis=0)
+        return matrix_fields("w13_weight", w13, form, layout) | matrix_fields(
+            "w2_weight", expert["down"], form, layout
+        )
+
+    return lax.map(one, {name: jnp.asarray(array) for name, array in parts.items()})
+
+
+def matrix_fields(
+    name: str, w: Float[Array, "n k"], form: WeightFormat, layout: str
+) -> dict[str, Array]:
+    """One matrix quantised into kernel layout: the `ExpertWeights` fields that start with `name`.
+
+    Args:
+        name: ``"w13_weight"``, gate rows then up rows, or ``"w2_weight"``.
+        w: a float matrix.
+        form: the target.
+        layout: row order of w13.
+    """
+    is_w13 = name == "w13_weight"
+    to_rows = partial(layouts.w13_to_kernel, layout=layout) if is_w13 else lambda rows: rows
+    if form.weight.scale == "none":
+        return {name: to_rows(w.astype(jnp.bfloat16))}
+    if form.weight.scale == "float32":
+        values, scale = quantization.quantize_fp8_block(w)
+        return {name: to_rows(values), f"{name}_scale": scale}
+    fields = {}
+    if form.weight.has_global_scale:
+        fields[f"{name}_scale_2"] = quantization.nvfp4_global_scale(w)
+        values, scale = quantization.quantize_nvfp4(w, fields[f"{name}_scale_2"])
+    elif form.weight.values_per_element == 2:
+        values, scale = quantization.quantize_mxfp4(w)
+    else:
+        values, scale = quantization.quantize_mxfp8(w)
+    to_words = partial(layouts.w13_scale_to_kernel, layout=layout) if is_w13 else None
+    words = to_words(scale) if to_words else layouts.w2_scale_to_kernel(scale)
+    return fields | {name: to_rows(values), f"{name}_scale": words}
+
+
+def stored_matrix(
+    weight: Array, scale: Array | None, form: WeightFormat, *, w13: bool, layout: str
+) -> Float[Array, "*e n k"]:
+    """Decoded values of a stored matrix, rows in stored order, NVFP4's global scale left out.
+
+    Args:
+        weight: [..., N, K / v] of `ExpertWeights`.
+        scale: the block scales that belong to it.
+        form: its format.
+        w13: whether rows are gate and up.
+        layout: their order.
+
+    Returns:
+        [..., N, K], bfloat16 where that holds every value, else (fp8_block) float32.
+    """
+    if scale is None:
+        return weight
+    if form.weight.scale == "float32":
+        rows = jnp.repeat(jnp.repeat(scale, 128, axis=-2), 128, axis=-1)
+        rows = layouts.w13_to_kernel(rows, layout) if w13 else rows
+        return weight.astype(jnp.float32) * rows
+    scales = layouts.undo_utccp_order(layouts.unpack_scales(scale))
+    if form.weight.scale == "e4m3":
+        scales = lax.bitcast_convert_type(scales, jnp.float8_e4m3fn)
+        values = quantization.dequantize_nvfp4(weight, scales, jnp.float32(1))
+    elif form.weight.values_per_element == 2:
+        values = quantization.dequantize_mxfp4(weight, scales)
+    else:
+        values = quantization.dequantize_mxfp8(weight, scales)
+    return values.astype(jnp.bfloat16)
+
+
+def dequantize_experts(config: MoEConfig, weights: ExpertWeights) -> Matrices:
+    """The float32 matrices that the weights stand for, the inverse of `quantize_experts`.
+
+    Args:
+        config: the layer.
+        weights: its parameters, all experts or one rank's.
+
+    Returns:
+        gate [E, I, H], up [E, I, H] and down [E, H, I], E the physical experts in `weights`.
+    """
+    form, layout = config.weight_format, weights.layout
+    w13 = stored_matrix(
+        weights.w13_weight, weights.w13_weight_scale, form, w13=True, layout=layout
+    ).astype(jnp.float32)
+    w2 = stored_matrix(
+        weights.w2_weight, weights.w2_weight_scale, form, w13=False, layout=layout
+    ).astype(jnp.float32)
+    if weights.w13_weight_scale_2 is not None:
+        w13 = w13 * weights.w13_weight_scale_2[:, None, None]
+        w2 = w2 * weights.w2_weight_scale_2[:, None, None]
+    return *_halves(w13, layout), w2
+
+
+def dequantize_biases(config: MoEConfig, weights: ExpertWeights) -> dict[str, Array]:
+    """gate_bias [E, I], up_bias [E, I] and down_bias [E, H] in float32; empty without biases."""
+    if weights.w13_bias is None:
+        return {}
+    gate, up = _halves(weights.w13_bias[..., None], weights.layout)
+    return dict(gate_bias=gate[..., 0], up_bias=up[..., 0], down_bias=weights.w2_bias)
+
+
+def dequantize_shared(config: MoEConfig, weights: ExpertWeights) -> Matrices:
+    """The float32 gate [S, H], up [S, H] and down [H, S] of the fused shared expert.
+
+    Raises:
+        ValueError: the weights hold none.
+    """
+    shared = weights.shared
+    if shared is None or config.shared_format is None:
+        raise ValueError(_checks.message("weights", "a fused shared expert", "none"))
+    form = WEIGHT_FORMATS[config.shared_format]
+    l1 = stored_matrix(
+        shared.l1_weight, shared.l1_weight_scale, form, w13=True, layout=INTERLEAVE_8
+    )
+    l2 = stored_matrix(
+        shared.l2_weight, shared.l2_weight_scale, form, w13=False, layout=INTERLEAVE_8
+    )
+    gate, up = _halves(l1.astype(jnp.float32), INTERLEAVE_8)
+    return gate, up, l2.astype(jnp.float32)
+
+
+def _halves(w13: Array, layout: str) -> tuple[Array, Array]:
+    rows = layouts.w13_from_kernel(w13, layout)
+    half = rows.shape[-2] // 2
+    return rows[..., :half, :], rows[..., half:, :]

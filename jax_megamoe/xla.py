@@ -1,0 +1,258 @@
+"""The portable implementation: sort by expert, exchange over the EP axis, grouped matmuls."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, BFloat16, Float32, Int32
+
+from jax_megamoe import expert
+from jax_megamoe.config import MoEConfig
+from jax_megamoe.formats import WEIGHT_FORMATS, WeightFormat
+from jax_megamoe.staging import QuantizedTokens, StagedTokens
+from jax_megamoe.weights.experts import stored_matrix
+from jax_megamoe.weights.params import INTERLEAVE_8, ExpertWeights
+
+Axis = str | tuple[str, ...]
+
+_SLACK = 1.25
+"""Rows that one exchange carries to a rank, over an even share; the rest go in another round."""
+_MIN_ROWS = 8
+_MAX_BLOCK = 128
+"""Rows of one expert that are multiplied at once, at most."""
+
+
+class _Rows(NamedTuple):
+    """Tokens on their way through the experts, one row per (token, slot)."""
+
+    values: Array
+    scale: Array | None
+    token_scale: Array | None
+    weight: Float32[Array, " rows"]
+
+
+@dataclass(frozen=True)
+class _Mlp:
+    """What an expert computes, apart from its parameters."""
+
+    config: MoEConfig
+    form: WeightFormat
+    layout: str
+    activation_scale: Array | None = None
+
+
+def moe(
+    staged: StagedTokens,
+    weights: ExpertWeights,
+    *,
+    config: MoEConfig,
+    axis: Axis | None = None,
+    num_ranks: int = 1,
+) -> Float32[Array, "tokens hidden"]:
+    """The layer on one rank's staged tokens and experts, on any JAX device.
+
+    Dropless: a token's row goes to its expert's rank and back whatever the skew. Rows of one rank
+    are exchanged in rounds of at most 1.25 / num_ranks of them to each peer: one round when the
+    routing is near even, at most num_ranks when every token goes to one rank. Experts are decoded
+    one at a time, and only those that have tokens.
+
+    Peak memory over parameters and staged tokens, for n = num_tokens * top_k rows of b bytes (b = 2
+    H in bf16, about H in the 8-bit and H / 2 in the 4-bit formats): 2 n H bytes for the outputs of
+    all slots; up to 1.25 n (3 b + 6 H) bytes for the rows of one round sent, received and sorted
+    and their outputs on the way back; one decoded expert, 6 I H bytes (12 I H for fp8_block); and
+    the hidden values of one block of at most 128 rows.
+
+    Args:
+        staged: this rank's tokens.
+        weights: this rank's experts.
+        config: the layer.
+        axis: the manual mesh axis (axes) of expert parallelism; None on one rank.
+        num_ranks: its size.
+
+    Returns:
+        float32 [T, H], before the last rounding.
+    """
+    form = config.weight_format
+    scale = None
+    if form.weight.has_global_scale:
+        largest = jnp.max(weights.w2_input_scale)
+        scale = expert.input_scale(lax.pmax(largest, axis) if axis else largest)
+    mlp = _Mlp(config, form, weights.layout, scale)
+    with jax.named_scope("mega_moe/experts"):
+        if num_ranks == 1:
+            slots = _local_slots(staged, weights, mlp)
+        else:
+            assert axis is not None
+            slots = _exchanged_slots(staged, weights, mlp, axis, num_ranks)
+    with jax.named_scope("mega_moe/shared"):
+        shared = _shared(staged, weights, config)
+    with jax.named_scope("mega_moe/combine"):
+        factors = staged.topk_weights if form.weighs_in_combine else None
+        return expert.combine(slots, factors, shared)
+
+
+def _token_rows(staged: StagedTokens, rows: Int32[Array, "*n"], top_k: int) -> _Rows:
+    """Rows of (token, slot) indices: the token's values and the slot's weight."""
+    tokens, token = staged.tokens, rows // top_k
+    values, scale, token_scale = (
+        None if array is None else array[token]
+        for array in (tokens.values, tokens.scale, tokens.token_scale)
+    )
+    return _Rows(values, scale, token_scale, staged.topk_weights.reshape(-1)[rows])
+
+
+def _local_slots(
+    staged: StagedTokens, weights: ExpertWeights, mlp: _Mlp
+) -> BFloat16[Array, "tokens top_k hidden"]:
+    """Every slot's output when all experts are here."""
+    num_tokens, top_k = staged.topk_ids.shape
+    num_experts = weights.w13_weight.shape[0]
+    ids = staged.topk_ids.reshape(-1)
+    keys = jnp.where(ids < 0, num_experts, ids)
+    order = jnp.argsort(keys, stable=True)
+    counts = expert.count_tokens(staged.topk_ids, num_experts)
+    sorted_out = _grouped(_token_rows(staged, order, top_k), counts, weights, mlp)
+    out = jnp.where((ids >= 0)[:, None], sorted_out[jnp.argsort(order)], 0)
+    return out.reshape(num_tokens, top_k, -1)
+
+
+def _exchanged_slots(
+    staged: StagedTokens, weights: ExpertWeights, mlp: _Mlp, axis: Axis, num_ranks: int
+) -> BFloat16[Array, "tokens top_k hidden"]:
+    """Every slot's output, rows sent to their experts' ranks and back in rounds."""
+    num_tokens, top_k = staged.topk_ids.shape
+    local_experts, num_rows = weights.w13_weight.shape[0], num_tokens * top_k
+    capacity = min(num_rows, max(_MIN_ROWS, int(_SLACK * num_rows / num_ranks)))
+    ids = staged.topk_ids.reshape(-1)
+    num_experts = num_ranks * local_experts
+    order = jnp.argsort(jnp.where(ids < 0, num_experts, ids), stable=True)
+    counts = expert.count_tokens(staged.topk_ids, num_experts)
+    to_rank = counts.reshape(num_ranks, local_experts).sum(1, dtype=jnp.int32)
+    first = jnp.cumsum(to_rank, dtype=jnp.int32) - to_rank
+
+    def exchange(array: Array) -> Array:
+        return lax.all_to_all(array, axis, 0, 0, tiled=True)
+
+    def one_round(i: Array, slots: Array) -> Array:
+        nth = i * capacity + jnp.arange(capacity, dtype=jnp.int32)
+        sent = nth[None, :] < to_rank[:, None]
+        row = order[jnp.where(sent, first[:, None] + nth[None, :], 0)].reshape(-1)
+        local_id = jnp.where(sent.reshape(-1), ids[row] % local_experts, local_experts)
+        rows, local_id = jax.tree.map(exchange, (_token_rows(staged, row, top_k), local_id))
+        by_expert = jnp.argsort(local_id, stable=True)
+        received = jnp.zeros(local_experts, jnp.int32).at[local_id].add(1, mode="drop")
+        rows = jax.tree.map(lambda array: array[by_expert], rows)
+        out = exchange(_grouped(rows, received, weights, mlp)[jnp.argsort(by_expert)])
+        target = jnp.where(sent.reshape(-1), row, num_rows)
+        return slots.at[target].set(out, mode="drop", unique_indices=False)
+
+    empty = jnp.zeros((num_rows, mlp.config.hidden_size), jnp.bfloat16)
+    empty = empty + expert.varying_zero(ids, weights.w13_weight).astype(jnp.bfloat16)
+    rounds = lax.pmax(jnp.max(-(-to_rank // capacity)), axis)
+    return lax.fori_loop(0, rounds, one_round, empty).reshape(num_tokens, top_k, -1)
+
+
+def _grouped(
+    rows: _Rows, counts: Int32[Array, " experts"], weights: ExpertWeights, mlp: _Mlp
+) -> BFloat16[Array, "rows hidden"]:
+    """Each row through its expert; rows sorted by expert, those past sum(counts) come out undefined.
+
+    A block that reaches into the next expert's rows writes them too, and the next expert, later in
+    the loop, writes them again: so no rows are copied to align the groups.
+    """
+    num_rows, local_experts = rows.weight.shape[0], counts.shape[0]
+    block = _block_rows(num_rows, local_experts)
+    padded = jax.tree.map(lambda a: jnp.pad(a, [(0, block)] + [(0, 0)] * (a.ndim - 1)), rows)
+    starts = jnp.cumsum(counts, dtype=jnp.int32) - counts
+    busy = jnp.argsort(counts == 0, stable=True).astype(jnp.int32)
+
+    def one_expert(i: Array, out: Array) -> Array:
+        e = busy[i]
+        local = _expert_fields(weights, e, mlp)
+
+        def one_block(j: Array, out: Array) -> Array:
+            start = starts[e] + j * block
+            part = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, start, block), padded)
+            return lax.dynamic_update_slice_in_dim(out, _apply(part, local, mlp), start, 0)
+
+        return lax.fori_loop(0, -(-counts[e] // block), one_block, out)
+
+    out = jnp.zeros((num_rows + block, mlp.config.hidden_size), jnp.bfloat16)
+    out = out + expert.varying_zero(rows.weight, weights.w13_weight).astype(jnp.bfloat16)
+    num_busy = jnp.sum(counts > 0, dtype=jnp.int32)
+    return lax.fori_loop(0, num_busy, one_expert, out)[:num_rows]
+
+
+def _block_rows(num_rows: int, num_experts: int) -> int:
+    """Rows of one matmul: about an expert's even share, a power of two from 8 to 128."""
+    share = max(1, num_rows // num_experts)
+    return min(_MAX_BLOCK, max(_MIN_ROWS, 1 << (share - 1).bit_length()))
+
+
+def _expert_fields(weights: ExpertWeights, e: Array, mlp: _Mlp) -> dict[str, Any]:
+    """Expert e's decoded matrices and factors."""
+    one = {name: array[e] for name, array in weights.arrays().items() if "shared" not in name}
+    fields: dict[str, Any] = {
+        "w13": _decode(one, "w13_weight", mlp),
+        "w2": _decode(one, "w2_weight", mlp),
+        "w13_bias": one.get("w13_bias"),
+        "w2_bias": one.get("w2_bias"),
+    }
+    if mlp.activation_scale is not None:
+        fields["l1_alpha"] = one["w13_weight_scale_2"]
+        fields["l2_alpha"] = one["w2_weight_scale_2"] * mlp.activation_scale
+    return fields
+
+
+def _decode(arrays: dict[str, Array], name: str, mlp: _Mlp) -> Array:
+    return stored_matrix(
+        arrays[name],
+        arrays.get(f"{name}_scale"),
+        mlp.form,
+        w13=name == "w13_weight",
+        layout=mlp.layout,
+    )
+
+
+def _apply(rows: _Rows, fields: dict[str, Any], mlp: _Mlp) -> BFloat16[Array, "rows hidden"]:
+    """One expert's gated MLP on a block of rows."""
+    x = QuantizedTokens(rows.values, rows.scale, rows.token_scale).decoded()
+    h = expert.matmul(x, fields["w13"])
+    if rows.token_scale is not None:
+        h = h * (rows.token_scale * fields["l1_alpha"])[:, None]
+    if fields["w13_bias"] is not None:
+        h = h + fields["w13_bias"][None]
+    gate, up = expert.split_gate_up(h, mlp.layout)
+    act = expert.rounded_activation(gate, up, mlp.config.activation, mlp.form)
+    if not mlp.form.weighs_in_combine:
+        act = act * rows.weight[:, None]
+    y = expert.matmul(expert.requantize(act, mlp.form, mlp.activation_scale), fields["w2"])
+    if mlp.activation_scale is not None:
+        y = y * fields["l2_alpha"]
+    if fields["w2_bias"] is not None:
+        bias = fields["w2_bias"][None]
+        y = y + (bias if mlp.form.weighs_in_combine else bias * rows.weight[:, None])
+    return expert.round_bf16(y).astype(jnp.bfloat16)
+
+
+def _shared(
+    staged: StagedTokens, weights: ExpertWeights, config: MoEConfig
+) -> Float32[Array, "tokens hidden"] | None:
+    """The fused shared expert's output on this rank's tokens."""
+    shared, tokens = weights.shared, staged.shared_tokens
+    if shared is None or tokens is None or config.shared_format is None:
+        return None
+    form = WEIGHT_FORMATS[config.shared_format]
+    mlp = _Mlp(config, form, INTERLEAVE_8)
+    arrays = {
+        "w13_weight": shared.l1_weight,
+        "w13_weight_scale": shared.l1_weight_scale,
+        "w2_weight": shared.l2_weight,
+        "w2_weight_scale": shared.l2_weight_scale,
+    }
+    fields = {"w13": _decode(arrays, "w13_weight", mlp), "w2": _decode(arrays, "w2_weight", mlp)}
+    ones = jnp.ones(tokens.values.shape[0], jnp.float32)
+    rows = _Rows(tokens.values, tokens.scale, tokens.token_scale, ones)
+    return _apply(rows, fields | {"w13_bias": None, "w2_bias": None}, mlp).astype(jnp.float32)
