@@ -1,0 +1,165 @@
+"""Compiled kernels on disk, addressed by what they were made of.
+
+The contract:
+
+- An entry is one file: a magic number, the cubin's length and SHA-256, the cubin. `load` checks all
+  three and treats anything else as absent, so a truncated or damaged entry is rebuilt and never
+  used.
+- Entries appear whole: written to a temporary file of the same folder, then renamed over the name.
+- A file lock a key lets one process compile while the others wait and then load.
+- Nothing is created before the first kernel is stored. In a folder that cannot be written hits
+  work, and misses are compiled each time, said once in the log.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import struct
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from jax_megamoe._checks import message
+from jax_megamoe.compile.errors import BuildError
+
+_MAGIC = b"JMMK\x01\0\0\0"
+_HEADER = struct.Struct("<8sQ32s")
+_log = logging.getLogger("jax_megamoe")
+
+
+@dataclass(frozen=True)
+class Key:
+    """What an entry was made of.
+
+    Attributes:
+        kernel: digest of the KernelSpec, the source's version and headers, and the generated text's
+            version.
+        compiler: the compiler's name.
+        toolchain: digest of the compiler's version and flags.
+    """
+
+    kernel: str
+    compiler: str
+    toolchain: str
+
+    @property
+    def stem(self) -> str:
+        """The entry's file name without its ending."""
+        return f"{self.kernel}-{self.compiler}-{self.toolchain}"
+
+
+def digest(*ingredients: str) -> str:
+    """32 hexadecimal digits over the ingredients, which are kept apart, and their order."""
+    return hashlib.sha256(json.dumps(ingredients).encode()).hexdigest()[:32]
+
+
+def cache_folder() -> Path:
+    """``$JAX_MEGAMOE_CACHE``, else ``$XDG_CACHE_HOME/jax_megamoe``, else ``~/.cache/jax_megamoe``.
+
+    Raises:
+        BuildError: the user has no home folder.
+    """
+    if folder := os.environ.get("JAX_MEGAMOE_CACHE"):
+        return Path(folder)
+    if folder := os.environ.get("XDG_CACHE_HOME"):
+        return Path(folder) / "jax_megamoe"
+    try:
+        return Path.home() / ".cache" / "jax_megamoe"
+    except RuntimeError as error:
+        raise BuildError(message("JAX_MEGAMOE_CACHE", "a folder", "none, and no home")) from error
+
+
+class KernelCache:
+    """A folder of compiled kernels, shared by threads and processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._warned = False
+
+    def load(self, key: Key) -> bytes | None:
+        """The cubin of `key`, or None where the folder holds no intact entry."""
+        return _read(self._path(key))
+
+    def load_any(self, kernel: str, compiler: str | None) -> bytes | None:
+        """The cubin of `kernel` whatever toolchain made it, `compiler` preferred; or None."""
+        entries = sorted(self.folder.glob(f"{kernel}-*.kernel"))
+        entries.sort(key=lambda path: path.stem.split("-")[1] != compiler)
+        return next((cubin for cubin in map(_read, entries) if cubin is not None), None)
+
+    def get(self, key: Key, build: Callable[[], tuple[bytes, dict[str, Any]]]) -> bytes:
+        """The cubin of `key`; on a miss `build` makes it and a description, a JSON file beside it.
+
+        Over all threads and processes that share the folder `build` runs once a key, unless it
+        raises, or the folder cannot be written.
+        """
+        cubin = self.load(key)
+        if cubin is not None:
+            return cubin
+        lock = FileLock(self.folder / f"{key.stem}.lock", thread_local=False)
+        with contextlib.ExitStack() as held:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                held.enter_context(lock)
+            except (OSError, NotImplementedError) as error:
+                # NotImplementedError: a file system without locks.
+                self._warn(error)
+                return build()[0]
+            cubin = self.load(key)
+            if cubin is None:
+                cubin, description = build()
+                self._store(key, cubin, description)
+        return cubin
+
+    def _path(self, key: Key) -> Path:
+        return self.folder / f"{key.stem}.kernel"
+
+    def _store(self, key: Key, cubin: bytes, description: dict[str, Any]) -> None:
+        header = _HEADER.pack(_MAGIC, len(cubin), hashlib.sha256(cubin).digest())
+        try:
+            _replace(self.folder / f"{key.stem}.json", json.dumps(description, indent=1).encode())
+            _replace(self._path(key), header + cubin)
+        except OSError as error:
+            self._warn(error)
+
+    def _warn(self, error: Exception) -> None:
+        if not self._warned:
+            self._warned = True
+            _log.warning(
+                "kernel cache %s cannot be written (%s): each process compiles the kernels that it "
+                "lacks; set JAX_MEGAMOE_CACHE to a folder that can be",
+                self.folder,
+                error,
+            )
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    if len(content) < _HEADER.size:
+        return None
+    magic, length, checksum = _HEADER.unpack_from(content)
+    cubin = content[_HEADER.size :]
+    intact = magic == _MAGIC and len(cubin) == length
+    return cubin if intact and hashlib.sha256(cubin).digest() == checksum else None
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Writes `path` so that it is seen whole or not at all."""
+    with tempfile.NamedTemporaryFile(
+        dir=path.parent, prefix=f".{path.name}.", delete=False
+    ) as file:
+        try:
+            file.write(content)
+            file.close()
+            Path(file.name).replace(path)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise

@@ -1,0 +1,37 @@
+"""KernelSpec -> the translation unit that instantiates it."""
+
+from jax_megamoe.compile.sources import KernelSource
+from jax_megamoe.plan.kernel import KernelSpec
+
+CODEGEN_VERSION = 1
+"""Part of every cache key; raised whenever the text below changes."""
+
+
+def generate(spec: KernelSpec, source: KernelSource) -> str:
+    """C++ text whose compilation holds exactly one kernel: `spec`'s.
+
+    The kernel is instantiated by taking its address, since its ``__grid_constant__`` parameters
+    cannot be spelled in an explicit instantiation. Its symbol is mangled and, for most kernels,
+    local to the cubin: a loader takes the only kernel there is. A function type other than
+    ``void(parameter types)`` stops the compilation with a message that names the source and its
+    version.
+    """
+    kernel = f"{spec.symbol}<{', '.join(spec.template_args)}>"
+    types = ", ".join(spec.parameter_types)
+    complaint = (
+        f"{source.name} {source.version}: the parameters of {spec.symbol} are not those that "
+        "jax_megamoe passes; use a version of the kernel source that it supports"
+    )
+    return f"""\
+#include <{spec.header}>
+#include <cuda/std/type_traits>
+
+using namespace deep_gemm;
+
+using Kernel = void (*)({types});
+static_assert(cuda::std::is_same_v<decltype(&{kernel}), Kernel>,
+              "{complaint}");
+static void instantiate() {{
+  [[maybe_unused]] auto kernel = reinterpret_cast<void*>(&{kernel});
+}}
+"""

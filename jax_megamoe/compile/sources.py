@@ -1,0 +1,134 @@
+"""Kernel sources: installed DeepGEMM headers, found without importing the packages that ship them.
+
+Importing `deep_gemm` or `vllm` would load torch; `importlib` finds their folders and the
+distribution's metadata gives the version.
+"""
+
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from jax_megamoe._checks import message, one_of
+from jax_megamoe.compile.errors import CUDA_EXTRA, MissingDependency
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """DeepGEMM's headers as found on this machine.
+
+    Attributes:
+        name: ``"sgl"`` or ``"vllm"``.
+        version: the distribution's, or a checkout's VERSION file, or ``"checkout"``.
+        include_dir: folder that holds ``deep_gemm/``, ``cute/`` and ``cutlass/``.
+        fingerprint: SHA-256 over the headers under ``deep_gemm/`` and CUTLASS's version header,
+            hexadecimal.
+    """
+
+    name: str
+    version: str
+    include_dir: Path
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class _Distribution:
+    """Where a source comes from: distribution, top-level module, folder of `include` in it."""
+
+    distribution: str
+    module: str
+    folder: str
+    variable: str
+    install: str
+
+
+_DISTRIBUTIONS = {
+    "sgl": _Distribution(
+        "sgl-deep-gemm",
+        "deep_gemm",
+        "include",
+        "JAX_MEGAMOE_SGL_ROOT",
+        f"{CUDA_EXTRA}, or pip install --no-deps sgl-deep-gemm==0.2.5",
+    ),
+    "vllm": _Distribution(
+        "vllm",
+        "vllm",
+        "third_party/deep_gemm/include",
+        "JAX_MEGAMOE_VLLM_ROOT",
+        "pip install --no-deps vllm==0.33.0",
+    ),
+}
+
+SOURCE_NAMES = tuple(_DISTRIBUTIONS)
+"""The names that `KernelSpec.source` may have."""
+
+
+def find_source(name: str) -> KernelSource:
+    """The kernel source `name`, from its environment variable if that is set, else as installed.
+
+    ``JAX_MEGAMOE_SGL_ROOT`` and ``JAX_MEGAMOE_VLLM_ROOT`` may name an unpacked wheel, the package's
+    own folder or a checkout. Headers are read once a process and folder, for the fingerprint.
+
+    Raises:
+        ValueError: an unknown name.
+        MissingDependency: not installed, or a folder without the headers; names the pip command.
+    """
+    one_of("source", name, SOURCE_NAMES)
+    where = _DISTRIBUTIONS[name]
+    root = os.environ.get(where.variable)
+    version, include_dir = _unpacked(where, Path(root)) if root else _installed(where)
+    _check_headers(where, include_dir)
+    return KernelSource(name, version, include_dir, _fingerprint(include_dir))
+
+
+def _installed(where: _Distribution) -> tuple[str, Path]:
+    spec = importlib.util.find_spec(where.module)
+    folders = spec.submodule_search_locations if spec else None
+    try:
+        version = importlib.metadata.version(where.distribution)
+    except importlib.metadata.PackageNotFoundError:
+        version = None
+    if not folders or version is None:
+        got = f"a module {where.module} of another distribution" if folders else "none installed"
+        expected = f"the distribution {where.distribution}"
+        raise MissingDependency(message("kernel source", expected, got, where.install))
+    return version, Path(next(iter(folders))) / where.folder
+
+
+def _unpacked(where: _Distribution, root: Path) -> tuple[str, Path]:
+    in_package = Path(where.folder)
+    for include in (Path("include"), in_package, where.module / in_package):
+        if (root / include / "deep_gemm").is_dir():
+            break
+    else:
+        expected = f"a folder with {where.module / in_package} or include in it"
+        raise MissingDependency(
+            message(where.variable, expected, str(root), f"unset it and {where.install}")
+        )
+    for folder in (root / include.parent, root):
+        if (folder / "VERSION").is_file():
+            return (folder / "VERSION").read_text().strip(), root / include
+    return "checkout", root / include
+
+
+def _check_headers(where: _Distribution, include_dir: Path) -> None:
+    for header in ("deep_gemm/impls", "cute/tensor.hpp", "cutlass/version.h"):
+        if not (include_dir / header).exists():
+            hint = f"a checkout needs its CUTLASS submodule linked there; else {where.install}"
+            raise MissingDependency(
+                message("kernel source", f"{header} in {include_dir}", "no such file", hint)
+            )
+
+
+@functools.cache
+def _fingerprint(include_dir: Path) -> str:
+    digest = hashlib.sha256()
+    headers = sorted(path for path in (include_dir / "deep_gemm").rglob("*") if path.is_file())
+    for path in (*headers, include_dir / "cutlass/version.h"):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(include_dir).as_posix()}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()
