@@ -1,0 +1,221 @@
+"""The elements that block formats are made of (E2M1, E4M3, UE8M0), and exact float32 arithmetic on
+blocks of them.
+
+Two things stand between XLA and the same bits eager and jitted, and are worked around here. It
+rewrites a division by a constant or by a broadcast into a multiplication (`divide`), and its CPU
+backend takes denormals for zero: block maxima, exponents and scalings are done on the integer bits
+of the floats.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from jax_megamoe import _checks
+
+E4M3_MAX = 448.0
+E2M1_MAX = 6.0
+
+_INFINITY = 0x7F800000
+_NAN = 0x7FC00000
+_BOUNDARIES = (
+    (0.25, False),
+    (0.75, True),
+    (1.25, False),
+    (1.75, True),
+    (2.5, False),
+    (3.5, True),
+    (5.0, False),
+)
+"""Midpoints between the E2M1 magnitudes, and whether the midpoint itself rounds up (to the even
+code)."""
+
+
+def ue8m0_to_float32(exponents: ArrayLike) -> jax.Array:
+    """2^(b - 127) of UE8M0 bytes (uint8 or float8_e8m0fnu), float32, by bits: 0 gives 2^-127, 255
+    NaN.
+
+    Raises:
+        TypeError: another dtype.
+    """
+    bits = ue8m0_bytes("exponents", exponents).astype(jnp.int32)
+    shifted = jnp.where(bits == 0, 1 << 22, jnp.where(bits == 255, _NAN, bits << 23))
+    return lax.bitcast_convert_type(shifted, jnp.float32)
+
+
+def ue8m0_bytes(name: str, exponents: ArrayLike) -> jax.Array:
+    """UE8M0 exponents as uint8; float8_e8m0fnu is taken by its bytes.
+
+    Raises:
+        TypeError: neither uint8 nor float8_e8m0fnu.
+    """
+    _checks.dtype(name, exponents, ["uint8", "float8_e8m0fnu"])
+    return lax.bitcast_convert_type(jnp.asarray(exponents), jnp.uint8)
+
+
+def float32_to_ue8m0(scales: ArrayLike) -> jax.Array:
+    """UE8M0 bytes of float32 powers of two; NaN for every float32 that is not one (infinity, 0 and
+    negatives too).
+
+    Raises:
+        TypeError: not float32.
+    """
+    _checks.dtype("scales", scales, ["float32"])
+    bits = lax.bitcast_convert_type(jnp.asarray(scales), jnp.int32)
+    exponent = jnp.where(bits == 1 << 22, 0, bits >> 23)
+    is_power = (bits == 1 << 22) | ((bits & 0x7FFFFF == 0) & (bits > 0) & (bits < _INFINITY))
+    return jnp.where(is_power, exponent, 255).astype(jnp.uint8)
+
+
+def encode_e2m1(x: ArrayLike, unit: ArrayLike = 1.0) -> jax.Array:
+    """E2M1 codes (uint8, 0 to 15) of `x / unit`, nearest even on 0, .5, 1, 1.5, 2, 3, 4, 6; larger
+    saturates.
+
+    There is no negative zero, and NaN gives 0. `unit` broadcasts against `x`; nothing is divided:
+    `x` is compared with multiples of it, which are exact when `unit` has at most 21 significant
+    bits.
+
+    Raises:
+        TypeError: `x` is not bfloat16, float16 or float32.
+    """
+    x = to_float32("x", x)
+    unit = jnp.asarray(unit, jnp.float32)
+    magnitude = jnp.abs(x)
+    code = jnp.zeros(x.shape, jnp.uint8)
+    for boundary, tie_goes_up in _BOUNDARIES:
+        reached = jnp.greater_equal if tie_goes_up else jnp.greater
+        code += reached(magnitude, boundary * unit).astype(jnp.uint8)
+    return jnp.where((x < 0) & (code != 0), code | 8, code)
+
+
+def decode_e2m1(codes: ArrayLike) -> jax.Array:
+    """float32 values of E2M1 codes (uint8, 0 to 15).
+
+    Raises:
+        TypeError: not uint8.
+    """
+    _checks.dtype("codes", codes, ["uint8"])
+    code = jnp.asarray(codes).astype(jnp.int32)
+    index = code & 7
+    normal = (((index >> 1) + 126) << 23) | ((index & 1) << 22)
+    bits = jnp.where(index > 1, normal, jnp.where(index == 1, 126 << 23, 0))
+    return lax.bitcast_convert_type(bits | ((code & 8) << 28), jnp.float32)
+
+
+def pack_e2m1(codes: ArrayLike) -> jax.Array:
+    """Pairs of E2M1 codes [..., K] as bytes [..., K / 2], even k in the low nibble.
+
+    Raises:
+        TypeError: not uint8.
+        ValueError: K is odd.
+    """
+    _checks.dtype("codes", codes, ["uint8"])
+    pairs = split_blocks("codes", jnp.asarray(codes), 2)
+    return pairs[..., 0] | (pairs[..., 1] << 4)
+
+
+def unpack_e2m1(packed: ArrayLike) -> jax.Array:
+    """The codes [..., K] in bytes [..., K / 2]: the inverse of `pack_e2m1`.
+
+    Raises:
+        TypeError: not uint8.
+    """
+    _checks.dtype("packed", packed, ["uint8"])
+    packed = jnp.asarray(packed)
+    pairs = jnp.stack([packed & 15, packed >> 4], axis=-1)
+    return pairs.reshape(*packed.shape[:-1], 2 * packed.shape[-1])
+
+
+def pack_words(scales: ArrayLike) -> jax.Array:
+    """One-byte scales [..., G] as int32 words [..., G / 4], the lowest index in the lowest byte.
+
+    Raises:
+        TypeError: not uint8, float8_e8m0fnu or float8_e4m3fn.
+        ValueError: G is not a multiple of 4.
+    """
+    _checks.dtype("scales", scales, ["uint8", "float8_e8m0fnu", "float8_e4m3fn"])
+    quads = split_blocks("scales", jnp.asarray(scales), 4)
+    return lax.bitcast_convert_type(quads, jnp.int32)
+
+
+def unpack_words(words: ArrayLike) -> jax.Array:
+    """The bytes, uint8 [..., G], in int32 words [..., G / 4]: the inverse of `pack_words`.
+
+    Raises:
+        TypeError: not int32.
+    """
+    _checks.dtype("words", words, ["int32"])
+    quads = lax.bitcast_convert_type(jnp.asarray(words), jnp.uint8)
+    return quads.reshape(*quads.shape[:-2], 4 * quads.shape[-2])
+
+
+def to_float32(name: str, x: ArrayLike) -> jax.Array:
+    """`x` as float32. BF16 is widened by its bits: XLA may skip a rounding to BF16 that a
+    conversion would undo.
+
+    Raises:
+        TypeError: not bfloat16, float16 or float32.
+    """
+    _checks.dtype(name, x, ["bfloat16", "float16", "float32"])
+    x = jnp.asarray(x)
+    if x.dtype != jnp.bfloat16:
+        return x.astype(jnp.float32)
+    bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << 16
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def to_e4m3(x: jax.Array) -> jax.Array:
+    """float32 as float8_e4m3fn: nearest even, saturating at 448, every NaN the byte 0x7F."""
+    finite = jnp.clip(x, -E4M3_MAX, E4M3_MAX)
+    return jnp.where(jnp.isnan(x), jnp.nan, finite).astype(jnp.float8_e4m3fn)
+
+
+def split_blocks(name: str, x: jax.Array, block: int) -> jax.Array:
+    """`x` [..., K] as [..., K / block, block].
+
+    Raises:
+        ValueError: K is not a multiple of `block`.
+    """
+    *leading, size = x.shape
+    _checks.multiple(f"last axis of {name}", size, block)
+    return x.reshape(*leading, size // block, block)
+
+
+def block_amax(x: jax.Array, axes: Sequence[int], *, skip_nan: bool = False) -> jax.Array:
+    """The largest magnitude over `axes`, which stay with size 1; a NaN wins unless it is
+    skipped."""
+    bits = lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
+    if skip_nan:
+        bits = jnp.where(bits > _INFINITY, 0, bits)
+    return lax.bitcast_convert_type(jnp.max(bits, axis=axes, keepdims=True), jnp.float32)
+
+
+def divide(a: jax.Array, b: ArrayLike) -> jax.Array:
+    """`a / b`, each quotient correctly rounded: the barrier hides from XLA that `b` is constant or
+    broadcast."""
+    divisor = jnp.broadcast_to(jnp.asarray(b, jnp.float32), a.shape)
+    return a / lax.optimization_barrier(divisor)
+
+
+def times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:
+    """`x * 2^exponent` for int32 exponents from -127 to 127, in two steps as 2^-127 is denormal."""
+    half = exponent >> 1
+    first = lax.bitcast_convert_type((half + 127) << 23, jnp.float32)
+    second = lax.bitcast_convert_type((exponent - half + 127) << 23, jnp.float32)
+    return x * first * second
+
+
+def power_of_two_above(largest: jax.Array, limit: float) -> jax.Array:
+    """UE8M0 exponent (int32) of the smallest power of two s with `largest` <= `limit` s.
+
+    `largest` is normal; infinity gives 254, NaN 255. The same as rounding the quotient up by its
+    bits: it never rounds across a power of two for the limits 448 and 6.
+    """
+    bits = lax.bitcast_convert_type(largest, jnp.int32)
+    above = bits - np.float32(limit).view(np.int32).item()
+    exponent = 127 + ((above + 0x7FFFFF) >> 23)
+    return jnp.where(bits > _INFINITY, 255, jnp.where(bits == _INFINITY, 254, exponent))
