@@ -1,0 +1,88 @@
+// The Python module jax_megamoe._ffi (see jax_megamoe/_ffi.pyi).
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+
+#include "ffi/handler.h"
+#include "ffi/registry.h"
+
+namespace nb = nanobind;
+
+namespace jax_megamoe {
+namespace {
+
+nb::capsule Capsule(const void* pointer) { return nb::capsule(pointer); }
+
+nb::dict Handlers(const Stages& stages) {
+  nb::dict handlers;
+  handlers["instantiate"] = Capsule(reinterpret_cast<void*>(stages.instantiate));
+  if (stages.prepare != nullptr) {
+    handlers["prepare"] = Capsule(reinterpret_cast<void*>(stages.prepare));
+  }
+  handlers["execute"] = Capsule(reinterpret_cast<void*>(stages.execute));
+  return handlers;
+}
+
+nb::dict Type(ffi::TypeId* id, const XLA_FFI_TypeInfo* info) {
+  nb::dict registration;
+  registration["type_id"] = Capsule(id);
+  registration["type_info"] = Capsule(info);
+  return registration;
+}
+
+// Calls back into Python from whichever thread XLA instantiates on.
+void SetCubinProvider(nb::callable provider) {
+  // Kept for the rest of the process: there is no safe moment to drop a reference to it.
+  auto* function = new nb::callable(std::move(provider));
+  Cubins::Get().SetProvider([function](const std::string& spec) {
+    nb::gil_scoped_acquire gil;
+    try {
+      const auto cubin = nb::cast<nb::bytes>((*function)(spec));
+      return std::string(cubin.c_str(), cubin.size());
+    } catch (const nb::python_error& error) {
+      throw LaunchError(ffi::ErrorCode::kFailedPrecondition, error.what());
+    } catch (const nb::cast_error&) {
+      throw LaunchError(ffi::ErrorCode::kInternal,
+                        "cubin provider: expected bytes, got another type");
+    }
+  });
+}
+
+}  // namespace
+
+NB_MODULE(_ffi, m) {
+  nb::register_exception_translator(
+      [](const std::exception_ptr& pointer, void*) {
+        try {
+          std::rethrow_exception(pointer);
+        } catch (const LaunchError& error) {
+          const bool argument = error.code == ffi::ErrorCode::kInvalidArgument;
+          PyErr_SetString(argument ? PyExc_ValueError : PyExc_RuntimeError, error.what());
+        }
+      },
+      nullptr);
+  m.def(
+      "cuda_handlers", [](bool captured) { return Handlers(CudaStages(captured)); }, nb::kw_only(),
+      nb::arg("captured"));
+  m.def("cpu_handlers", [] { return Handlers(CpuStages()); });
+  m.def("cuda_type", [] { return Type(&CudaProgram::id, CudaTypeInfo()); });
+  m.def("cpu_type", [] { return Type(&CpuProgram::id, CpuTypeInfo()); });
+  m.def("set_cubin_provider", &SetCubinProvider, nb::arg("provider"));
+  m.def(
+      "register_symmetric_buffer",
+      [](const std::string& key, int ordinal, uint64_t base,
+         const std::vector<uint64_t>& peer_bases, int64_t rank, uint64_t num_bytes) {
+        SymmetricBuffers::Get().Register(key, ordinal, base, peer_bases, rank, num_bytes);
+      },
+      nb::arg("key"), nb::arg("device_ordinal"), nb::arg("base"), nb::arg("peer_bases"),
+      nb::arg("rank"), nb::arg("num_bytes"));
+  m.def(
+      "unregister_symmetric_buffer",
+      [](const std::string& key, int ordinal) { SymmetricBuffers::Get().Unregister(key, ordinal); },
+      nb::arg("key"), nb::arg("device_ordinal"));
+}
+
+}  // namespace jax_megamoe
