@@ -8,6 +8,7 @@ of the floats.
 """
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,8 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jax_megamoe import _checks
+
+Array = TypeVar("Array", jax.Array, np.ndarray)
 
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
@@ -130,7 +133,7 @@ def unpack_e2m1(packed: ArrayLike) -> jax.Array:
     return pairs.reshape(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
-def pack_words(scales: ArrayLike) -> jax.Array:
+def pack_words(scales: Array) -> Array:
     """One-byte scales [..., G] as int32 words [..., G / 4], the lowest index in the lowest byte.
 
     Raises:
@@ -138,19 +141,20 @@ def pack_words(scales: ArrayLike) -> jax.Array:
         ValueError: G is not a multiple of 4.
     """
     _checks.dtype("scales", scales, ["uint8", "float8_e8m0fnu", "float8_e4m3fn"])
-    quads = split_blocks("scales", jnp.asarray(scales), 4)
-    return lax.bitcast_convert_type(quads, jnp.int32)
+    _checks.multiple("last axis of scales", scales.shape[-1], 4)
+    return scales.view(np.uint8).view(np.int32)
 
 
-def unpack_words(words: ArrayLike) -> jax.Array:
+def unpack_words(words: Array) -> Array:
     """The bytes, uint8 [..., G], in int32 words [..., G / 4]: the inverse of `pack_words`.
 
     Raises:
         TypeError: not int32.
     """
     _checks.dtype("words", words, ["int32"])
-    quads = lax.bitcast_convert_type(jnp.asarray(words), jnp.uint8)
-    return quads.reshape(*quads.shape[:-2], 4 * quads.shape[-2])
+    if isinstance(words, np.ndarray):
+        words = np.ascontiguousarray(words)
+    return words.view(np.uint8)
 
 
 def to_float32(name: str, x: ArrayLike) -> jax.Array:

@@ -12,7 +12,7 @@ Sources: OCP Microscaling Formats v1.0 for E2M1, E4M3 and UE8M0; vLLM and DeepGE
 is chosen.
 """
 
-from typing import Literal, TypeVar
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from jax_megamoe import _checks
 from jax_megamoe.elements import (
     E2M1_MAX,
     E4M3_MAX,
+    Array,
     block_amax,
     decode_e2m1,
     divide,
@@ -76,8 +77,6 @@ __all__ = [
     "unpack_e2m1",
     "unpack_words",
 ]
-
-Array = TypeVar("Array", jax.Array, np.ndarray)
 
 NVFP4_MAX = E4M3_MAX * E2M1_MAX
 """Largest value of an NVFP4 block over its global scale: 2688."""
@@ -386,7 +385,7 @@ def shared_scale_pages(scales: ArrayLike, block_m: int, num_rows: int | None = N
         TypeError: the scales are not bytes.
         ValueError: K / 32 is not a multiple of 4, or `num_rows` is too small.
     """
-    words = pack_words(scales)
+    words = pack_words(jnp.asarray(scales))
     rows = shared_scale_rows(words.shape[0], block_m)
     used = -(-words.shape[0] // block_m) * (-(-block_m // 128) * 128)
     num_rows = used if num_rows is None else num_rows

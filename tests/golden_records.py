@@ -17,6 +17,16 @@ def compared(name: str) -> None:
     _compared[name] += 1
 
 
+def counts() -> dict[str, int]:
+    """How many records were compared, by file."""
+    return dict(_compared)
+
+
+def add(more: dict[str, int]) -> None:
+    """Adds the counts of another process."""
+    _compared.update(more)
+
+
 def summary() -> list[str]:
     """One line a file: how many of its records were compared."""
     return [f"golden {name}: {count} records compared" for name, count in sorted(_compared.items())]

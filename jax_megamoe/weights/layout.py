@@ -1,0 +1,143 @@
+"""Row orders and scale words of the kernels' parameters: permutations, each with its inverse.
+
+Arrays are [..., N, K] in any dtype, NumPy in NumPy out, JAX in JAX out (jit-able). Source:
+DeepGEMM's kernels read the rows of gate and up in turns, and block scales in the order in
+which the tensor core copies them (UTCCP): four bytes along K in one int32 word, the words of
+one k beside each other.
+"""
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+
+from jax_megamoe import _checks
+from jax_megamoe.elements import Array, pack_words, unpack_words
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """A permutation of rows: they are seen as an array of shape `factors`, whose axes are permuted.
+
+    Attributes:
+        name: what messages call it.
+        factors: sizes of the axes; the one -1 takes what is left.
+        order: source axis of each output axis.
+    """
+
+    name: str
+    factors: tuple[int, ...]
+    order: tuple[int, ...]
+
+    @property
+    def multiple(self) -> int:
+        """The number of rows is a multiple of this."""
+        return abs(int(np.prod(self.factors)))
+
+    def apply(self, rows: Array, axis: int = -2) -> Array:
+        """`rows` in the new order along `axis`.
+
+        Raises:
+            ValueError: the size of `axis` is not a multiple of `multiple`.
+        """
+        return self._permuted(rows, axis, self.order, inverse=False)
+
+    def undo(self, rows: Array, axis: int = -2) -> Array:
+        """The inverse of `apply`."""
+        order = tuple(int(i) for i in np.argsort(self.order))
+        return self._permuted(rows, axis, order, inverse=True)
+
+    def _permuted(self, rows: Array, axis: int, order: tuple[int, ...], *, inverse: bool) -> Array:
+        shape = rows.shape
+        axis %= len(shape)
+        _checks.multiple(f"rows in {self.name} order", shape[axis], self.multiple)
+        rest = shape[axis] // self.multiple
+        factors = [rest if f == -1 else f for f in self.factors]
+        if inverse:
+            factors = [factors[i] for i in self.order]
+        split = rows.reshape(*shape[:axis], *factors, *shape[axis + 1 :])
+        moved = [axis + i for i in order]
+        after = range(axis + len(factors), split.ndim)
+        return split.transpose(*range(axis), *moved, *after).reshape(shape)
+
+
+INTERLEAVE8 = RowOrder("interleave8", (2, -1, 8), (1, 0, 2))
+"""Gate and up in turns of 8 rows: r of gate (half 0) or up (1) at (r // 8) * 16 + 8 half + r % 8."""
+
+SGL_FP4 = RowOrder("sgl_fp4", (2, -1, 8, 2), (1, 3, 0, 2))
+"""16 rows of gate and of up in 32: gate even, up even, gate odd, up odd, 8 rows each."""
+
+UTCCP = RowOrder("utccp", (-1, 4, 32), (0, 2, 1))
+"""Scale rows: within each 128, 32 j + i at 4 i + j."""
+
+W13_LAYOUTS = MappingProxyType({order.name: order for order in (INTERLEAVE8, SGL_FP4)})
+"""Row orders of w13 by the tag that parameters carry: the vllm source (and sgl for FP8 and BF16),
+and the sgl source for NVFP4."""
+
+
+def w13_to_kernel(weight: Array, layout: str, axis: int = -2) -> Array:
+    """w13 [..., 2I, K] or any array with its rows, gate rows first, in the kernel's row order.
+
+    Raises:
+        ValueError: an unknown layout, or 2I is not a multiple of its period.
+    """
+    return _w13_order(layout).apply(weight, axis)
+
+
+def w13_from_kernel(weight: Array, layout: str, axis: int = -2) -> Array:
+    """The inverse of `w13_to_kernel`."""
+    return _w13_order(layout).undo(weight, axis)
+
+
+def pack_scales(scales: Array) -> Array:
+    """Scale bytes [..., N, G] as int32 words [..., G / 4, N], the lowest k in the lowest byte.
+
+    Raises:
+        TypeError: not uint8, float8_e8m0fnu or float8_e4m3fn.
+        ValueError: G is not a multiple of 4.
+    """
+    return pack_words(scales).swapaxes(-1, -2)
+
+
+def unpack_scales(words: Array) -> Array:
+    """Scale bytes, uint8 [..., N, G], of int32 words [..., G / 4, N]: the inverse of `pack_scales`.
+
+    Raises:
+        TypeError: not int32.
+    """
+    return unpack_words(words.swapaxes(-1, -2))
+
+
+def w13_scale_to_kernel(scale: Array, layout: str) -> Array:
+    """Scale bytes of w13 [..., 2I, G], gate rows first, as the kernel's int32 [..., G / 4, 2I].
+
+    Raises:
+        TypeError: not uint8, float8_e8m0fnu or float8_e4m3fn.
+        ValueError: an unknown layout, 2I is not a multiple of 128, or G not of 4.
+    """
+    return w2_scale_to_kernel(w13_to_kernel(scale, layout))
+
+
+def w13_scale_from_kernel(words: Array, layout: str) -> Array:
+    """Scale bytes, uint8 [..., 2I, G]: the inverse of `w13_scale_to_kernel`."""
+    return w13_from_kernel(w2_scale_from_kernel(words), layout)
+
+
+def w2_scale_to_kernel(scale: Array) -> Array:
+    """Scale bytes of w2 [..., H, G] as the kernel's words, int32 [..., G / 4, H].
+
+    Raises:
+        TypeError: not uint8, float8_e8m0fnu or float8_e4m3fn.
+        ValueError: H is not a multiple of 128, or G not of 4.
+    """
+    return pack_scales(UTCCP.apply(scale))
+
+
+def w2_scale_from_kernel(words: Array) -> Array:
+    """Scale bytes, uint8 [..., H, G]: the inverse of `w2_scale_to_kernel`."""
+    return UTCCP.undo(unpack_scales(words))
+
+
+def _w13_order(layout: str) -> RowOrder:
+    _checks.one_of("layout", layout, W13_LAYOUTS)
+    return W13_LAYOUTS[layout]
