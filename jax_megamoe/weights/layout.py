@@ -62,7 +62,7 @@ class RowOrder:
 
 
 INTERLEAVE8 = RowOrder("interleave8", (2, -1, 8), (1, 0, 2))
-"""Gate and up in turns of 8 rows: r of gate (half 0) or up (1) at (r // 8) * 16 + 8 half + r % 8."""
+"""Turns of 8 rows: r of gate (half 0) or up (half 1) at (r // 8) * 16 + 8 half + r % 8."""
 
 SGL_FP4 = RowOrder("sgl_fp4", (2, -1, 8, 2), (1, 3, 0, 2))
 """16 rows of gate and of up in 32: gate even, up even, gate odd, up odd, 8 rows each."""
