@@ -17,7 +17,7 @@ _HASH = np.uint32(2654435769)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ReplicaMap:
-    """Where the replicas of each logical expert are; a pytree, so that it changes without a retrace.
+    """Where the replicas of each logical expert are; a pytree, so it changes without a retrace.
 
     Attributes:
         logical_to_physical: int32 [num_logical, max_replicas], unused entries -1.

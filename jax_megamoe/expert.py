@@ -28,9 +28,7 @@ def matmul(
 ) -> Float32[Array, "rows n"]:
     """x @ w.T accumulated in float32."""
     contract = (((x.ndim - 1,), (w.ndim - 1,)), ((), ()))
-    return lax.dot_general(
-        x, w, contract, precision=precision, preferred_element_type=jnp.float32
-    )
+    return lax.dot_general(x, w, contract, precision=precision, preferred_element_type=jnp.float32)
 
 
 def split_gate_up(
@@ -71,7 +69,7 @@ def rounded_activation(
     activation: Activation,
     form: WeightFormat,
 ) -> Float32[Array, "*shape"]:
-    """`activate` as the format's kernel does it: SM100 rounds gate, up and the clamp to BF16 first."""
+    """`activate` as the format's kernel does it: SM100 rounds its inputs and the clamp to BF16."""
     if form.architecture == "sm90":
         return activate(gate, up, activation)
     if activation.clamp is not None:
@@ -139,6 +137,6 @@ def varying_zero(*arrays: jax.Array) -> Float32[Array, ""]:
 
     Inside `shard_map` a loop's carry must start with the type it ends with.
     """
-    firsts = [array.reshape(-1)[0] for array in arrays]
-    zeros = [jnp.where(first == first, jnp.float32(0), jnp.float32(0)) for first in firsts]
+    firsts = [array.reshape(-1)[0].astype(jnp.float32) for array in arrays]
+    zeros = [jnp.where(jnp.isnan(first), jnp.float32(0), jnp.float32(0)) for first in firsts]
     return sum(zeros[1:], start=zeros[0])

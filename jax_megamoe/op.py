@@ -1,25 +1,298 @@
 """`mega_moe`: check the arguments, choose an implementation, call it."""
 
 import logging
+import math
 from collections.abc import Callable
-from functools import lru_cache, partial
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, BFloat16, Bool, Float32, Int32
 
 from jax_megamoe import _checks, expert, reference, xla
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.eplb import ReplicaMap
-from jax_megamoe.staging import StagedTokens, stage
+from jax_megamoe.staging import stage
 from jax_megamoe.weights.params import ExpertWeights, check_weights
 
 Axis = str | tuple[str, ...]
 IMPLEMENTATIONS = ("deep_gemm", "xla", "reference")
 
 _log = logging.getLogger("jax_megamoe")
+
+
+def mega_moe(  # noqa: PLR0913 (one keyword for each thing a call may need)
+    x: BFloat16[Array, "tokens hidden"],
+    topk_ids: Int32[Array, "tokens top_k"],
+    topk_weights: Float32[Array, "tokens top_k"],
+    weights: ExpertWeights,
+    *,
+    config: MoEConfig,
+    mesh: Mesh | None = None,
+    axis: Axis | None = None,
+    padding_mask: Bool[Array, " tokens"] | None = None,
+    eplb: ReplicaMap | None = None,
+    shared_experts: Callable[[Array], Array] | None = None,
+    implementation: str | None = None,
+    return_stats: bool = False,
+) -> Any:
+    """Routed experts of one MoE layer: dispatch, both matmuls, the activation and the combine.
+
+    Three ways to call it: on one device (no axis); outside `shard_map` with `mesh` (or the current
+    one, `jax.set_mesh`) and `axis`, x being the global array whose rows the axis splits; and inside
+    the caller's `shard_map` with `axis`, everything being this rank's part. Every rank must make
+    the call, if only with padding.
+
+    A top-k weight of 0 does not mask an expert (0 times an overflowed hidden value is NaN, as in
+    the kernels): use the id -1.
+
+    Args:
+        x: bfloat16 [T, H]; T at most config.max_num_tokens on each rank, and may be 0.
+        topk_ids: int32 [T, K], logical expert ids; -1 for unrouted. Ids out of range raise when
+            the array is concrete and are unrouted when it is traced. Duplicates both count.
+        topk_weights: float32 [T, K].
+        weights: the parameters; split over the axis along their first dimension.
+        config: the layer.
+        mesh: mesh that has the axis; other axes of it are not used for experts or tokens.
+        axis: the expert-parallel mesh axis, or several.
+        padding_mask: bool [T], True for rows that are no tokens: they are routed nowhere, counted
+            nowhere, their output is 0 and their content has no effect.
+        eplb: where replicas are; None: slot p holds logical expert p % num_logical_experts.
+        shared_experts: an unfused shared expert: its value for x is added. An error where `weights`
+            hold a fused one.
+        implementation: ``"deep_gemm"``, ``"xla"`` or ``"reference"``; None for the fastest that
+            runs here. A named one never falls back.
+        return_stats: also return the tokens of each local expert.
+
+    Returns:
+        y, bfloat16 [T, H]; with return_stats (y, int32 [E]), E the local physical experts (all of
+        them, sharded over the axis, outside `shard_map`).
+
+    Raises:
+        ValueError: a shape, id, axis, mesh or size that does not fit.
+        TypeError: a dtype that does not fit.
+        NotImplementedError: the named implementation cannot run here.
+    """
+    place = _place(config, mesh, axis)
+    _check_arrays(x, topk_ids, topk_weights, padding_mask, eplb, config)
+    _check_num_tokens(x.shape[0], config, place)
+    local_experts = config.num_experts
+    if place.inside:
+        local_experts = config.experts_per_rank(place.num_ranks)
+    check_weights(config, weights, local_experts)
+    _check_shared(config, weights, shared_experts)
+    _check_shardings(place, dict(x=x, topk_ids=topk_ids, topk_weights=topk_weights), weights)
+    chosen = _choose(config, weights, implementation)
+    inputs = _Inputs(x, topk_ids, topk_weights, weights, padding_mask, eplb)
+    y, counts = _run(inputs, config=config, place=place, implementation=chosen)
+    if shared_experts is not None:
+        y = _add_shared(y, shared_experts(x), padding_mask)
+    return (y, counts) if return_stats else y
+
+
+class _Inputs(NamedTuple):
+    """The arrays of a call, a pytree."""
+
+    x: BFloat16[Array, "tokens hidden"]
+    topk_ids: Int32[Array, "tokens top_k"]
+    topk_weights: Float32[Array, "tokens top_k"]
+    weights: ExpertWeights
+    padding_mask: Bool[Array, " tokens"] | None
+    eplb: ReplicaMap | None
+
+    def partition_specs(self, axis: Axis) -> "_Inputs":
+        """The same tree of PartitionSpecs: rows and experts split, the rest replicated."""
+        rows = P(axis)
+        mask = None if self.padding_mask is None else rows
+        eplb = jax.tree.map(lambda _: P(), self.eplb)
+        return _Inputs(rows, rows, rows, self.weights.partition_specs(axis), mask, eplb)
+
+
+class _Place(NamedTuple):
+    """Where a call runs: its axis, the ranks of it, and whether the caller is already inside."""
+
+    axis: Axis | None
+    num_ranks: int
+    inside: bool
+    mesh: Mesh | AbstractMesh | None
+
+
+def _place(config: MoEConfig, mesh: Mesh | None, axis: Axis | None) -> _Place:
+    if axis is None:
+        if mesh is not None:
+            raise ValueError(_checks.message("axis", "the expert-parallel axis of the mesh", None))
+        return _Place(None, 1, False, None)
+    names = (axis,) if isinstance(axis, str) else tuple(axis)
+    context = jax.sharding.get_abstract_mesh()
+    inside = bool(names) and set(names) <= set(context.manual_axes)
+    used = context if inside or mesh is None else mesh
+    missing = [name for name in names if name not in used.shape]
+    if missing or not names:
+        where = f"one of {list(used.shape)}" if used.shape else "an axis of a mesh"
+        hint = "pass mesh=, use jax.set_mesh, or call inside jax.shard_map over the axis"
+        raise ValueError(_checks.message("axis", where, repr(axis), hint))
+    num_ranks = math.prod(used.shape[name] for name in names)
+    config.experts_per_rank(num_ranks)
+    return _Place(names[0] if len(names) == 1 else names, num_ranks, inside, used)
+
+
+def _check_arrays(
+    x: Any, topk_ids: Any, topk_weights: Any, mask: Any, eplb: Any, config: MoEConfig
+) -> None:
+    _checks.shape("x", x, ("num_tokens", config.hidden_size))
+    num_tokens = x.shape[0]
+    _checks.dtype("x", x, ["bfloat16"], "x.astype(jnp.bfloat16) rounds it")
+    for name, array, dtype in (
+        ("topk_ids", topk_ids, "int32"),
+        ("topk_weights", topk_weights, "float32"),
+    ):
+        _checks.shape(name, array, (num_tokens, config.top_k))
+        _checks.dtype(name, array, [dtype])
+    if mask is not None:
+        _checks.shape("padding_mask", mask, (num_tokens,))
+        _checks.dtype("padding_mask", mask, ["bool"])
+    if eplb is not None:
+        if not isinstance(eplb, ReplicaMap):
+            raise TypeError(_checks.message("eplb", "a ReplicaMap", type(eplb).__name__))
+        logical = config.logical_experts
+        _checks.shape("eplb.num_replicas", eplb.num_replicas, (logical,))
+        _checks.shape("eplb.logical_to_physical", eplb.logical_to_physical, (logical, "replicas"))
+    if not isinstance(topk_ids, jax.core.Tracer) and topk_ids.size:
+        ids = np.asarray(topk_ids)
+        low, high = int(ids.min()), int(ids.max())
+        if low < -1 or high >= config.logical_experts:
+            expected = f"expert ids in [0, {config.logical_experts}), or -1 for unrouted"
+            raise ValueError(_checks.message("topk_ids", expected, f"ids from {low} to {high}"))
+
+
+def _check_num_tokens(num_tokens: int, config: MoEConfig, place: _Place) -> None:
+    if not place.inside:
+        _checks.multiple("x rows", num_tokens, place.num_ranks, "pad x and mask the padding")
+        num_tokens //= place.num_ranks
+    _checks.at_most("num_tokens", num_tokens, config.max_num_tokens, "max_num_tokens")
+
+
+def _check_shared(
+    config: MoEConfig, weights: ExpertWeights, shared_experts: Callable[[Array], Array] | None
+) -> None:
+    if shared_experts is not None and weights.shared is not None:
+        expected = "None: the weights hold a fused shared expert"
+        raise ValueError(_checks.message("shared_experts", expected, "a function"))
+    if config.num_shared_experts and shared_experts is None and weights.shared is None:
+        raise ValueError(
+            _checks.message(
+                "shared_experts",
+                f"a function, or fused shared weights, for config.num_shared_experts = "
+                f"{config.num_shared_experts}",
+                "neither",
+                "use num_shared_experts=0 where the shared expert is computed elsewhere",
+            )
+        )
+
+
+def _check_shardings(place: _Place, tokens: dict[str, Array], weights: ExpertWeights) -> None:
+    """Refuses inputs that JAX would gather silently: sharded in another way than the axis does."""
+    if place.inside:
+        return
+    allowed = (
+        set()
+        if place.axis is None
+        else {place.axis}
+        if isinstance(place.axis, str)
+        else set(place.axis)
+    )
+    routed = {f"weights.{n}": a for n, a in weights.arrays().items() if not n.startswith("shared")}
+    for name, array in (tokens | routed).items():
+        spec = _spec(array)
+        used = {axis for entry in spec[:1] for axis in _names(entry)}
+        inner = {axis for entry in spec[1:] for axis in _names(entry)}
+        if used - allowed or inner:
+            expected = (
+                f"rows split over {sorted(allowed)} alone" if allowed else "one device's array"
+            )
+            hint = "pass mesh= and axis=" if not allowed else "call inside your own jax.shard_map"
+            raise ValueError(_checks.message(name, expected, f"sharding {spec}", hint))
+
+
+def _spec(array: Any) -> tuple[Any, ...]:
+    """The known partition spec of an array over axes of more than one device, or ()."""
+    if isinstance(array, jax.core.Tracer):
+        sharding = jax.typeof(array).sharding
+    else:
+        sharding = getattr(array, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return ()
+    sizes = sharding.mesh.shape
+    return tuple(
+        tuple(axis for axis in _names(entry) if sizes[axis] > 1) for entry in sharding.spec
+    )
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    if entry is None or entry is P.UNCONSTRAINED:
+        return ()
+    return entry if isinstance(entry, tuple) else (entry,)
+
+
+def _choose(config: MoEConfig, weights: ExpertWeights, implementation: str | None) -> str:
+    if implementation is None:
+        return "xla"
+    _checks.one_of("implementation", implementation, IMPLEMENTATIONS)
+    return implementation
+
+
+@partial(jax.jit, static_argnames=("config", "place", "implementation"))
+def _run(
+    inputs: _Inputs, *, config: MoEConfig, place: _Place, implementation: str
+) -> tuple[Array, Array]:
+    """(y, tokens of each expert); over the mesh unless the caller is already inside."""
+    local = partial(_run_local, config=config, place=place, implementation=implementation)
+    if place.mesh is None or place.axis is None or place.inside:
+        return local(inputs)
+    specs = inputs.partition_specs(place.axis)
+    if any(kind == AxisType.Explicit for kind in place.mesh.axis_types):
+        mesh = place.mesh
+        inputs = jax.tree.map(lambda a, s: jax.reshard(a, NamedSharding(mesh, s)), inputs, specs)
+    out_specs = (P(place.axis), P(place.axis))
+    return jax.shard_map(local, mesh=place.mesh, in_specs=(specs,), out_specs=out_specs)(inputs)
+
+
+def _run_local(
+    inputs: _Inputs, *, config: MoEConfig, place: _Place, implementation: str
+) -> tuple[Array, Array]:
+    """One rank's part of the call."""
+    x, mask, weights = inputs.x, inputs.padding_mask, inputs.weights
+    with jax.named_scope("mega_moe/staging"):
+        staged = stage(
+            x,
+            inputs.topk_ids,
+            inputs.topk_weights,
+            config=config,
+            padding_mask=mask,
+            eplb=inputs.eplb,
+            fused_shared=weights.shared is not None,
+        )
+    counts = expert.count_tokens(staged.topk_ids, config.num_experts)
+    if place.axis is not None:
+        counts = lax.psum_scatter(counts, place.axis, scatter_dimension=0, tiled=True)
+    if x.shape[0] == 0:
+        return x, counts
+    moe = {"xla": xla.moe, "reference": reference.moe}[implementation]
+    total = moe(staged, weights, config=config, axis=place.axis, num_ranks=place.num_ranks)
+    if mask is not None:
+        total = jnp.where(mask[:, None], 0, total)
+    return total.astype(jnp.bfloat16), counts
+
+
+def _add_shared(y: Array, shared: Array, padding_mask: Array | None) -> Array:
+    """y plus an unfused shared expert's output, 0 in padded rows."""
+    _checks.shape("shared_experts(x)", shared, y.shape)
+    total = y.astype(jnp.float32) + shared.astype(jnp.float32)
+    if padding_mask is not None:
+        total = jnp.where(padding_mask[:, None], 0, total)
+    return total.astype(y.dtype)

@@ -8,17 +8,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, BFloat16, Bool, Float32, Int32
 
-from jax_megamoe import expert, quantization
-from jax_megamoe.config import MoEConfig
+from jax_megamoe import expert
+from jax_megamoe.config import Activation, MoEConfig
 from jax_megamoe.eplb import ReplicaMap
 from jax_megamoe.formats import WEIGHT_FORMATS, WeightFormat
 from jax_megamoe.staging import QuantizedTokens, StagedTokens, route, stage
 from jax_megamoe.weights.experts import dequantize_biases, dequantize_experts, dequantize_shared
 from jax_megamoe.weights.params import ExpertWeights, check_weights
 
-_einsum = partial(
-    jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-)
+Axis = str | tuple[str, ...]
+
+_einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
 @partial(jax.jit, static_argnames=("config", "exact"))
@@ -73,100 +73,116 @@ def einsum_moe(
             eplb=eplb,
             fused_shared=fused,
         )
-    slots = expert_outputs(staged, weights, config, exact=exact)
-    total = finish(slots, staged, weights, config, exact=exact)
+    total = moe(staged, weights, config=config, exact=exact)
     if padding_mask is not None:
         total = jnp.where(padding_mask[:, None], 0, total)
     return total if exact else total.astype(jnp.bfloat16)
 
 
-def expert_outputs(
+def moe(
     staged: StagedTokens,
     weights: ExpertWeights,
-    config: MoEConfig,
     *,
-    first_expert: int | Array = 0,
-    activation_scale: Array | None = None,
+    config: MoEConfig,
+    axis: Axis | None = None,
+    num_ranks: int = 1,
     exact: bool = False,
-) -> Float32[Array, "tokens top_k hidden"]:
-    """Each (token, slot)'s expert output, zero where `weights` do not hold the slot's expert.
+) -> Float32[Array, "tokens hidden"]:
+    """The layer on one rank's staged tokens: as `xla.moe`, but all ranks' tokens go everywhere.
 
     Args:
-        staged: the tokens.
-        weights: experts first_expert, first_expert + 1, ...
+        staged: this rank's tokens.
+        weights: this rank's experts.
         config: the layer.
-        first_expert: physical id of the first expert in `weights`.
-        activation_scale: NVFP4's scale of the second input; None: from `weights`.
+        axis: the manual mesh axis (axes) of expert parallelism; None on one rank.
+        num_ranks: its size.
         exact: float32 throughout.
     """
     form = config.weight_format
-    if activation_scale is None and form.weight.has_global_scale:
-        activation_scale = expert.input_scale(weights.w2_input_scale)
-    x = staged.tokens.decoded().astype(jnp.float32)
-    row_scale = staged.tokens.token_scale
-    gate, up, down = dequantize_experts(config, weights)
-    local = dict(gate=gate, up=up, down=down) | dequantize_biases(config, weights)
-    local["id"] = first_expert + jnp.arange(gate.shape[0], dtype=jnp.int32)
-
-    def add_expert(slots: Array, e: dict[str, Array]) -> tuple[Array, None]:
-        y = _expert(x, row_scale, staged.topk_weights, e, config, form, activation_scale, exact)
-        return jnp.where((staged.topk_ids == e["id"])[..., None], y, slots), None
-
-    shape = (*staged.topk_ids.shape, config.hidden_size)
-    empty = jnp.zeros(shape, jnp.float32) + expert.varying_zero(x, gate)
-    return lax.scan(add_expert, empty, local)[0]
-
-
-def finish(
-    slots: Float32[Array, "tokens top_k hidden"],
-    staged: StagedTokens,
-    weights: ExpertWeights,
-    config: MoEConfig,
-    *,
-    exact: bool = False,
-) -> Float32[Array, "tokens hidden"]:
-    """The combine, with the fused shared expert if the weights hold one."""
-    weighs = exact or config.weight_format.weighs_in_combine
-    shared = None
-    if weights.shared is not None and staged.shared_tokens is not None:
-        gate, up, down = dequantize_shared(config, weights)
-        assert config.shared_format is not None
-        form = WEIGHT_FORMATS[config.shared_format]
-        x = staged.shared_tokens.decoded().astype(jnp.float32)
-        ones = jnp.ones((x.shape[0], 1), jnp.float32)
-        parts = dict(gate=gate, up=up, down=down)
-        shared = _expert(x, None, ones, parts, config, form, None, exact)[:, 0]
+    scale = None
+    if form.weight.has_global_scale and not exact:
+        largest = jnp.max(weights.w2_input_scale)
+        scale = expert.input_scale(lax.pmax(largest, axis) if axis else largest)
+    everyone, first_expert = staged, jnp.int32(0)
+    if axis is not None:
+        gather = partial(lax.all_gather, axis_name=axis, axis=0, tiled=True)
+        everyone = jax.tree.map(gather, staged)
+        first_expert = lax.axis_index(axis) * weights.w13_weight.shape[0]
+    slots = _slots(everyone, weights, config, first_expert, scale, exact)
+    if axis is not None:
+        slots = lax.psum_scatter(slots, axis, scatter_dimension=0, tiled=True)
+    shared = _shared(staged, weights, config, exact)
+    weighs = exact or form.weighs_in_combine
     return expert.combine(slots, staged.topk_weights if weighs else None, shared)
 
 
-def _expert(
-    x: Array,
-    row_scale: Array | None,
-    topk_weights: Array,
-    parts: dict[str, Any],
+def _slots(
+    staged: StagedTokens,
+    weights: ExpertWeights,
     config: MoEConfig,
-    form: WeightFormat,
+    first_expert: Array,
     activation_scale: Array | None,
     exact: bool,
 ) -> Float32[Array, "tokens top_k hidden"]:
+    """Each (token, slot)'s output, zero where `weights` do not hold the slot's expert."""
+    gate, up, down = dequantize_experts(config, weights)
+    local = dict(gate=gate, up=up, down=down) | dequantize_biases(weights)
+    local["id"] = first_expert + jnp.arange(gate.shape[0], dtype=jnp.int32)
+
+    def add_expert(slots: Array, parts: dict[str, Array]) -> tuple[Array, None]:
+        y = _expert(
+            staged.tokens,
+            staged.topk_weights,
+            parts,
+            (config.activation, config.weight_format, exact),
+            activation_scale,
+        )
+        return jnp.where((staged.topk_ids == parts["id"])[..., None], y, slots), None
+
+    shape = (*staged.topk_ids.shape, config.hidden_size)
+    empty = jnp.zeros(shape, jnp.float32) + expert.varying_zero(staged.topk_ids, gate)
+    return lax.scan(add_expert, empty, local)[0]
+
+
+def _shared(
+    staged: StagedTokens, weights: ExpertWeights, config: MoEConfig, exact: bool
+) -> Float32[Array, "tokens hidden"] | None:
+    if weights.shared is None or staged.shared_tokens is None or config.shared_format is None:
+        return None
+    parts = dict(zip(("gate", "up", "down"), dequantize_shared(config, weights), strict=True))
+    ones = jnp.ones((staged.topk_ids.shape[0], 1), jnp.float32)
+    how = (config.activation, WEIGHT_FORMATS[config.shared_format], exact)
+    return _expert(staged.shared_tokens, ones, parts, how, None)[:, 0]
+
+
+def _expert(
+    tokens: QuantizedTokens,
+    topk_weights: Float32[Array, "tokens slots"],
+    parts: dict[str, Any],
+    how: tuple[Activation, WeightFormat, bool],
+    activation_scale: Array | None,
+) -> Float32[Array, "tokens slots hidden"]:
     """One expert on all tokens, once for each slot's top-k weight."""
+    activation, form, exact = how
+    x = tokens.decoded().astype(jnp.float32)
     gate = _einsum("th,ih->ti", x, parts["gate"])
     up = _einsum("th,ih->ti", x, parts["up"])
-    if row_scale is not None:
-        gate, up = gate * row_scale[:, None], up * row_scale[:, None]
+    if tokens.token_scale is not None:
+        gate, up = gate * tokens.token_scale[:, None], up * tokens.token_scale[:, None]
     if "gate_bias" in parts:
-        gate, up = gate + parts["gate_bias"], up + parts["up_bias"]
+        gate, up = gate + parts["gate_bias"][None], up + parts["up_bias"][None]
     if exact:
-        act = expert.activate(gate, up, config.activation)[:, None]
+        act = expert.activate(gate, up, activation)
     else:
-        act = expert.rounded_activation(gate, up, config.activation, form)[:, None]
-    factor = jnp.ones_like(topk_weights) if exact or form.weighs_in_combine else topk_weights
-    act = act * factor[..., None]
+        act = expert.rounded_activation(gate, up, activation, form)
+    weighs_here = not (exact or form.weighs_in_combine)
+    factor = topk_weights if weighs_here else jnp.ones_like(topk_weights)
+    act = act[:, None] * factor[..., None]
     if not exact:
         act = expert.requantize(act, form, activation_scale).astype(jnp.float32)
-        if activation_scale is not None:
-            act = act * activation_scale
     y = _einsum("tki,hi->tkh", act, parts["down"])
+    if activation_scale is not None:
+        y = y * activation_scale
     if "down_bias" in parts:
-        y = y + factor[..., None] * parts["down_bias"]
+        y = y + factor[..., None] * parts["down_bias"][None, None]
     return y if exact else expert.round_bf16(y)

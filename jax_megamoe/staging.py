@@ -17,7 +17,7 @@ class QuantizedTokens:
     """Tokens as one format dispatches them.
 
     Attributes:
-        values: float8_e4m3fn [T, H] (MXFP8, fp8_block), uint8 [T, H / 2] (NVFP4) or bfloat16 [T, H].
+        values: [T, H], float8_e4m3fn (MXFP8, fp8_block) or bfloat16; NVFP4: uint8 [T, H / 2].
         scale: uint8 exponents [T, H / 32] (MXFP8), float8_e4m3fn [T, H / 16] (NVFP4), float32
             [T, H / 128] (fp8_block), None (BF16).
         token_scale: float32 [T], NVFP4's scale of the whole token; None elsewhere.

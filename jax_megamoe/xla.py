@@ -157,7 +157,7 @@ def _exchanged_slots(
 def _grouped(
     rows: _Rows, counts: Int32[Array, " experts"], weights: ExpertWeights, mlp: _Mlp
 ) -> BFloat16[Array, "rows hidden"]:
-    """Each row through its expert; rows sorted by expert, those past sum(counts) come out undefined.
+    """Each row through its expert; rows are sorted by expert, those past sum(counts) are undefined.
 
     A block that reaches into the next expert's rows writes them too, and the next expert, later in
     the loop, writes them again: so no rows are copied to align the groups.

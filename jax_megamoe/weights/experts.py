@@ -17,6 +17,14 @@ from jax_megamoe.weights.params import INTERLEAVE_8, ExpertWeights, check_weight
 Matrices = tuple[Array, Array, Array]
 """gate [..., I, H], up [..., I, H], down [..., H, I]."""
 
+_SHARED_NAMES = {
+    "w13_weight": "shared_l1_weight",
+    "w13_weight_scale": "shared_l1_weight_scale",
+    "w2_weight": "shared_l2_weight",
+    "w2_weight_scale": "shared_l2_weight_scale",
+}
+"""Field of a shared expert for that of a routed one."""
+
 _FLOAT_DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -109,8 +117,8 @@ def _bias_fields(
         _checks.dtype(name, bias, _FLOAT_DTYPES)
         check_finite(name, bias)
     gate, up, down = (jnp.asarray(bias, jnp.float32) for bias in biases)
-    rows = jnp.concatenate([gate, up], axis=-1)[..., None]
-    return dict(w13_bias=layouts.w13_to_kernel(rows, layout)[..., 0], w2_bias=down)
+    rows = jnp.concatenate([gate, up], axis=-1)
+    return dict(w13_bias=layouts.w13_to_kernel(rows, layout, axis=-1), w2_bias=down)
 
 
 def _shared_fields(config: MoEConfig, shared: Matrices) -> dict[str, Array]:
@@ -132,20 +140,57 @@ def _shared_fields(config: MoEConfig, shared: Matrices) -> dict[str, Array]:
     form = WEIGHT_FORMATS[config.shared_format]
     one = {part: jnp.asarray(array)[None] for part, array in parts.items()}
     fields = _quantize(one, form=form, layout=INTERLEAVE_8)
-    names = {"w13_weight": "shared_l1_weight", "w2_weight": "shared_l2_weight"}
-    names |= {f"{key}_scale": f"{value}_scale" for key, value in names.items()}
-    return {names[name]: array[0] for name, array in fields.items()}
+    return {_SHARED_NAMES[name]: array[0] for name, array in fields.items()}
+
+
+def random_experts(config: MoEConfig, key: Array) -> ExpertWeights:
+    """Parameters drawn from a normal distribution of variance 1 / fan-in, made an expert at a time.
+
+    Args:
+        config: the layer; with num_shared_experts a fused shared expert where the format has one.
+        key: a JAX PRNG key.
+    """
+    form, layout = config.weight_format, default_layout(config)
+    inter, hidden = config.intermediate_size, config.hidden_size
+    keys = jax.random.split(key, config.logical_experts + 1)
+    fields = _random(keys[1:], inter=inter, hidden=hidden, form=form, layout=layout)
+    if form.weight.has_global_scale:
+        fields["w2_input_scale"] = _input_scales(None, config.logical_experts)
+    if config.logical_experts != config.num_experts:
+        slots = jnp.arange(config.num_experts) % config.logical_experts
+        fields = {name: array[slots] for name, array in fields.items()}
+    if config.num_shared_experts and config.shared_format is not None:
+        form, inter = WEIGHT_FORMATS[config.shared_format], config.shared_size
+        one = _random(keys[:1], inter=inter, hidden=hidden, form=form, layout=INTERLEAVE_8)
+        fields |= {_SHARED_NAMES[name]: array[0] for name, array in one.items()}
+    return ExpertWeights(**fields, format=config.weight_format.name, layout=layout)
+
+
+@partial(jax.jit, static_argnames=("inter", "hidden", "form", "layout"))
+def _random(
+    keys: Array, *, inter: int, hidden: int, form: WeightFormat, layout: str
+) -> dict[str, Array]:
+    def one(key: Array) -> dict[str, Array]:
+        first, second = jax.random.split(key)
+        w13 = jax.random.normal(first, (2 * inter, hidden), jnp.float32) * hidden**-0.5
+        w2 = jax.random.normal(second, (hidden, inter), jnp.float32) * inter**-0.5
+        return _expert_fields(w13, w2, form, layout)
+
+    return lax.map(one, keys)
 
 
 @partial(jax.jit, static_argnames=("form", "layout"))
 def _quantize(parts: dict[str, Array], *, form: WeightFormat, layout: str) -> dict[str, Array]:
     def one(expert: dict[str, Array]) -> dict[str, Array]:
         w13 = jnp.concatenate([expert["gate"], expert["up"]], axis=0)
-        return matrix_fields("w13_weight", w13, form, layout) | matrix_fields(
-            "w2_weight", expert["down"], form, layout
-        )
+        return _expert_fields(w13, expert["down"], form, layout)
 
     return lax.map(one, {name: jnp.asarray(array) for name, array in parts.items()})
+
+
+def _expert_fields(w13: Array, w2: Array, form: WeightFormat, layout: str) -> dict[str, Array]:
+    fields = matrix_fields("w13_weight", w13, form, layout)
+    return fields | matrix_fields("w2_weight", w2, form, layout)
 
 
 def matrix_fields(
@@ -174,8 +219,7 @@ def matrix_fields(
         values, scale = quantization.quantize_mxfp4(w)
     else:
         values, scale = quantization.quantize_mxfp8(w)
-    to_words = partial(layouts.w13_scale_to_kernel, layout=layout) if is_w13 else None
-    words = to_words(scale) if to_words else layouts.w2_scale_to_kernel(scale)
+    words = layouts.w2_scale_to_kernel(to_rows(scale))
     return fields | {name: to_rows(values), f"{name}_scale": words}
 
 
@@ -200,7 +244,7 @@ def stored_matrix(
         rows = jnp.repeat(jnp.repeat(scale, 128, axis=-2), 128, axis=-1)
         rows = layouts.w13_to_kernel(rows, layout) if w13 else rows
         return weight.astype(jnp.float32) * rows
-    scales = layouts.undo_utccp_order(layouts.unpack_scales(scale))
+    scales = layouts.w2_scale_from_kernel(scale)
     if form.weight.scale == "e4m3":
         scales = lax.bitcast_convert_type(scales, jnp.float8_e4m3fn)
         values = quantization.dequantize_nvfp4(weight, scales, jnp.float32(1))
@@ -234,12 +278,12 @@ def dequantize_experts(config: MoEConfig, weights: ExpertWeights) -> Matrices:
     return *_halves(w13, layout), w2
 
 
-def dequantize_biases(config: MoEConfig, weights: ExpertWeights) -> dict[str, Array]:
+def dequantize_biases(weights: ExpertWeights) -> dict[str, Array]:
     """gate_bias [E, I], up_bias [E, I] and down_bias [E, H] in float32; empty without biases."""
     if weights.w13_bias is None:
         return {}
-    gate, up = _halves(weights.w13_bias[..., None], weights.layout)
-    return dict(gate_bias=gate[..., 0], up_bias=up[..., 0], down_bias=weights.w2_bias)
+    gate, up = _halves(weights.w13_bias, weights.layout, axis=-1)
+    return dict(gate_bias=gate, up_bias=up, down_bias=weights.w2_bias)
 
 
 def dequantize_shared(config: MoEConfig, weights: ExpertWeights) -> Matrices:
@@ -262,7 +306,6 @@ def dequantize_shared(config: MoEConfig, weights: ExpertWeights) -> Matrices:
     return gate, up, l2.astype(jnp.float32)
 
 
-def _halves(w13: Array, layout: str) -> tuple[Array, Array]:
-    rows = layouts.w13_from_kernel(w13, layout)
-    half = rows.shape[-2] // 2
-    return rows[..., :half, :], rows[..., half:, :]
+def _halves(w13: Array, layout: str, axis: int = -2) -> tuple[Array, Array]:
+    gate, up = jnp.split(layouts.w13_from_kernel(w13, layout, axis), 2, axis)
+    return gate, up

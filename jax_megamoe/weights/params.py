@@ -1,4 +1,4 @@
-"""The parameters of a layer in kernel layout: `ExpertWeights`, what it must hold, and its checks."""
+"""The parameters of a layer in kernel layout: `ExpertWeights`, its shapes and its checks."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple

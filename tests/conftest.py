@@ -1,0 +1,37 @@
+"""Eight CPU devices, strict promotion, and a count of the golden records compared."""
+
+from typing import Any
+
+import golden_records
+import jax
+import numpy as np
+import pytest
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """A generator seeded by the test's name."""
+    return np.random.default_rng(list(request.node.name.encode()))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Hands an xdist worker's counts to the main process."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["golden"] = golden_records.counts()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Adds up the counts of an xdist worker that ended."""
+    golden_records.add(getattr(node, "workeroutput", {}).get("golden", {}))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Prints how many golden records were compared, by file."""
+    for line in golden_records.summary():
+        terminalreporter.write_line(line)
