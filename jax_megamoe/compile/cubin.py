@@ -11,8 +11,11 @@ from dataclasses import dataclass
 _SIZED = 4  # form of an attribute whose value follows it
 _REGISTER_COUNT = 0x2F  # in .nv.info: u32 symbol, u32 registers
 _PARAMETER = 0x17  # u32 index, u16 ordinal, u16 offset, u32 whose upper 14 bits are the size
-_PARAMETER_BANK = 0x0A  # u32 symbol, u16 where in constant bank 0 the block starts, u16 size
+_PARAMETER_BANK = (
+    0x0A  # u32 symbol of the bank, u16 where in constant bank 0 the block starts, u16 size
+)
 _SECTION = struct.Struct("<IIQQQQIIQQ")
+_SYMBOL = struct.Struct("<IBBHQQ")
 
 
 @dataclass(frozen=True)
@@ -63,17 +66,21 @@ def _sections(cubin: bytes) -> Iterator[tuple[str, bytes]]:
     names_at, names_bytes = headers[names_index][4:6]
     names = cubin[names_at : names_at + names_bytes]
     for name_at, _, _, _, offset, size, *_ in headers:
-        name = names[name_at : names.index(b"\0", name_at)].decode()
-        yield name, cubin[offset : offset + size]
+        yield _name(names, name_at), cubin[offset : offset + size]
+
+
+def _name(names: bytes, at: int) -> str:
+    return names[at : names.index(b"\0", at)].decode()
 
 
 def _kernels(sections: dict[str, bytes]) -> Iterator[CubinKernel]:
     prefix = ".nv.info."
-    registers = dict(
-        struct.unpack("<II", value)
-        for attribute, value in _attributes(sections[".nv.info"])
-        if attribute == _REGISTER_COUNT
-    )
+    registers: dict[str, int] = {}
+    for attribute, value in _attributes(sections[".nv.info"]):
+        if attribute == _REGISTER_COUNT:
+            index, count = struct.unpack("<II", value)
+            name_at = _SYMBOL.unpack_from(sections[".symtab"], index * _SYMBOL.size)[0]
+            registers[_name(sections[".strtab"], name_at)] = count
     for name, content in sections.items():
         if not name.startswith(prefix):
             continue
@@ -81,16 +88,17 @@ def _kernels(sections: dict[str, bytes]) -> Iterator[CubinKernel]:
         bank = next((value for key, value in attributes if key == _PARAMETER_BANK), None)
         if bank is None:
             continue  # a device function
-        symbol_index, base, size = struct.unpack("<IHH", bank)
+        _, base, size = struct.unpack("<IHH", bank)
         places = sorted(
             struct.unpack("<IHHI", value)[1:] for key, value in attributes if key == _PARAMETER
         )
+        symbol = name.removeprefix(prefix)
         yield CubinKernel(
-            name.removeprefix(prefix),
+            symbol,
             tuple(Parameter(offset, packed >> 18) for _, offset, packed in places),
             base,
             size,
-            registers[symbol_index],
+            registers[symbol],
         )
 
 

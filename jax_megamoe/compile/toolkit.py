@@ -24,6 +24,7 @@ _HEADERS = {
 }
 NVCC = Path("bin/nvcc")
 _PROGRAMS = {NVCC: "nvidia-cuda-nvcc", Path("nvvm/bin/cicc"): "nvidia-nvvm"}
+_DEFAULT_ROOT = Path("/usr/local/cuda")
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def _system_roots() -> Iterator[Path]:
             yield Path(value)
     if nvcc := shutil.which("nvcc"):
         yield Path(nvcc).resolve().parent.parent
-    yield Path("/usr/local/cuda")
+    yield _DEFAULT_ROOT
 
 
 def _fault(include_dirs: tuple[Path, ...]) -> str:

@@ -1,0 +1,133 @@
+"""sources.py: kernel sources are found by metadata, never imported."""
+
+import importlib
+import sys
+
+import pytest
+
+from jax_megamoe.compile.errors import MissingDependency
+from jax_megamoe.compile.sources import find_source
+from tests.compile.fake_toolchain import write_headers
+
+pytestmark = pytest.mark.usefixtures("clean")
+
+INSTALLED = {
+    "sgl": ("sgl-deep-gemm", "deep_gemm", "include"),
+    "vllm": ("vllm", "vllm", "third_party/deep_gemm/include"),
+}
+
+
+@pytest.fixture
+def site(monkeypatch, tmp_path):
+    """An otherwise empty sys.path with one folder, in which `install` puts a distribution."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.setattr(sys, "path", [str(folder)])
+    for module in ("deep_gemm", "vllm"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    importlib.invalidate_caches()
+    return folder
+
+
+def install(site, name, version="1.2.3", *, metadata=True):
+    distribution, module, include = INSTALLED[name]
+    (site / module).mkdir()
+    (site / module / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    if metadata:
+        info = site / f"{distribution.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n"
+        )
+    return write_headers(site / module / include)
+
+
+@pytest.mark.parametrize("name", ["sgl", "vllm"])
+def test_installed_source_is_found_without_import(site, name):
+    include_dir = install(site, name)
+    found = find_source(name)
+    assert (found.name, found.version, found.include_dir) == (name, "1.2.3", include_dir)
+    assert INSTALLED[name][1] not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("sgl", r"pip install 'jax-megamoe\[cuda13\]', or pip install --no-deps sgl-deep-gemm"),
+        ("vllm", "pip install --no-deps vllm==0.33.0"),
+    ],
+)
+def test_missing_source_names_the_pip_command(site, name, command):
+    distribution = INSTALLED[name][0]
+    text = f"expected the distribution {distribution}, got none installed; {command}"
+    with pytest.raises(MissingDependency, match=text):
+        find_source(name)
+
+
+def test_module_of_another_distribution_is_refused(site):
+    install(site, "sgl", metadata=False)
+    with pytest.raises(MissingDependency, match="got a module deep_gemm of another distribution"):
+        find_source("sgl")
+
+
+def test_unknown_name():
+    with pytest.raises(ValueError, match=r"source: expected one of \['sgl', 'vllm'\], got 'other'"):
+        find_source("other")
+
+
+@pytest.mark.parametrize("root", ["", "deep_gemm", "third_party/deep_gemm"])
+def test_variable_names_a_wheel_a_package_or_a_checkout(monkeypatch, tmp_path, root):
+    name = "vllm" if "third_party" in root else "sgl"
+    include_dir = write_headers(tmp_path / root / "include")
+    monkeypatch.setenv(f"JAX_MEGAMOE_{name.upper()}_ROOT", str(tmp_path))
+    found = find_source(name)
+    assert (found.version, found.include_dir) == ("checkout", include_dir)
+    (include_dir.parent / "VERSION").write_text("0.2.5")
+    assert find_source(name).version == "0.2.5"
+
+
+def test_variable_wins_over_an_installed_source(site, monkeypatch, tmp_path):
+    install(site, "sgl")
+    include_dir = write_headers(tmp_path / "checkout" / "include")
+    monkeypatch.setenv("JAX_MEGAMOE_SGL_ROOT", str(tmp_path / "checkout"))
+    assert find_source("sgl").include_dir == include_dir
+
+
+def test_variable_that_names_no_source(monkeypatch, tmp_path):
+    monkeypatch.setenv("JAX_MEGAMOE_SGL_ROOT", str(tmp_path))
+    text = f"JAX_MEGAMOE_SGL_ROOT: expected a folder with deep_gemm/include.*got {tmp_path}; unset"
+    with pytest.raises(MissingDependency, match=text):
+        find_source("sgl")
+
+
+def test_checkout_without_cutlass(monkeypatch, tmp_path):
+    include_dir = write_headers(tmp_path / "include")
+    (include_dir / "cute/tensor.hpp").unlink()
+    monkeypatch.setenv("JAX_MEGAMOE_SGL_ROOT", str(tmp_path))
+    with pytest.raises(MissingDependency, match=r"cute/tensor\.hpp in .*CUTLASS submodule"):
+        find_source("sgl")
+
+
+def test_fingerprint_follows_content_and_names(monkeypatch, tmp_path):
+    def fingerprint(label, edit=lambda include_dir: None):
+        include_dir = write_headers(tmp_path / label / "include")
+        edit(include_dir)
+        monkeypatch.setenv("JAX_MEGAMOE_SGL_ROOT", str(tmp_path / label))
+        return find_source("sgl").fingerprint
+
+    def rename(include_dir):
+        kernel = include_dir / "deep_gemm/impls/kernel.cuh"
+        kernel.rename(kernel.with_name("other.cuh"))
+
+    def write(name):
+        return lambda include_dir: (include_dir / name).write_text("// changed\n")
+
+    first = fingerprint("a")
+    assert fingerprint("b") == first
+    changed = {
+        fingerprint("c", write("deep_gemm/impls/kernel.cuh")),
+        fingerprint("d", write("cutlass/version.h")),
+        fingerprint("e", rename),
+    }
+    assert len(changed | {first}) == 4
+    assert fingerprint("f", write("cute/tensor.hpp")) == first
