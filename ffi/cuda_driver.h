@@ -29,7 +29,7 @@ inline constexpr int kFunctionMaxDynamicSharedSizeBytes = 8;
 inline constexpr uint32_t kLaunchClusterDimension = 4;
 inline constexpr uint32_t kLaunchProgrammaticStreamSerialization = 6;
 
-struct alignas(64) CUtensorMap {
+struct alignas(128) CUtensorMap {
   uint64_t opaque[16];
 };
 static_assert(sizeof(CUtensorMap) == 128);

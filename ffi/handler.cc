@@ -109,8 +109,10 @@ Stages CudaStages(bool captured) {
                   : Stages{instantiate, prepare, execute};
 }
 
-Stages CpuStages() {
+Stages CpuStages(bool captured) {
   XLA_FFI_DEFINE_HANDLER(instantiate, (Instantiate<CpuProgram, false>),
+                         ffi::Ffi::BindInstantiate().Attrs());
+  XLA_FFI_DEFINE_HANDLER(instantiate_captured, (Instantiate<CpuProgram, true>),
                          ffi::Ffi::BindInstantiate().Attrs());
   XLA_FFI_DEFINE_HANDLER(execute, ExecuteOnCpu,
                          ffi::Ffi::Bind()
@@ -119,7 +121,7 @@ Stages CpuStages() {
                              .RemainingArgs()
                              .RemainingRets()
                              .Attrs());
-  return {instantiate, nullptr, execute};
+  return {captured ? instantiate_captured : instantiate, nullptr, execute};
 }
 
 const XLA_FFI_TypeInfo* CudaTypeInfo() {

@@ -26,7 +26,7 @@ struct Stages {
   XLA_FFI_Handler* execute;
 };
 Stages CudaStages(bool captured);
-Stages CpuStages();
+Stages CpuStages(bool captured);
 
 const XLA_FFI_TypeInfo* CudaTypeInfo();
 const XLA_FFI_TypeInfo* CpuTypeInfo();

@@ -43,7 +43,9 @@ void SetCubinProvider(nb::callable provider) {
       const auto cubin = nb::cast<nb::bytes>((*function)(spec));
       return std::string(cubin.c_str(), cubin.size());
     } catch (const nb::python_error& error) {
-      throw LaunchError(ffi::ErrorCode::kFailedPrecondition, error.what());
+      const nb::str type(error.type().attr("__name__"));
+      throw LaunchError(ffi::ErrorCode::kFailedPrecondition,
+                        std::string(type.c_str()) + ": " + nb::str(error.value()).c_str());
     } catch (const nb::cast_error&) {
       throw LaunchError(ffi::ErrorCode::kInternal,
                         "cubin provider: expected bytes, got another type");
@@ -67,7 +69,9 @@ NB_MODULE(_ffi, m) {
   m.def(
       "cuda_handlers", [](bool captured) { return Handlers(CudaStages(captured)); }, nb::kw_only(),
       nb::arg("captured"));
-  m.def("cpu_handlers", [] { return Handlers(CpuStages()); });
+  m.def(
+      "cpu_handlers", [](bool captured) { return Handlers(CpuStages(captured)); }, nb::kw_only(),
+      nb::arg("captured"));
   m.def("cuda_type", [] { return Type(&CudaProgram::id, CudaTypeInfo()); });
   m.def("cpu_type", [] { return Type(&CpuProgram::id, CpuTypeInfo()); });
   m.def("set_cubin_provider", &SetCubinProvider, nb::arg("provider"));

@@ -1,13 +1,13 @@
-"""The compiled half: FFI handlers that replay launch plans, and the registries they look things up in."""
+"""The compiled half: FFI handlers that replay launch plans, and the registries behind them."""
 
 from collections.abc import Callable, Sequence
 
 def cuda_handlers(*, captured: bool) -> dict[str, object]:
-    """Capsules of the handlers by stage, for `jax.ffi.register_ffi_target`; `captured`: those that XLA may capture
-    into CUDA graphs."""
+    """Capsules of the handlers by stage, for `jax.ffi.register_ffi_target`; `captured`: those that
+    XLA may capture into CUDA graphs."""
 
-def cpu_handlers() -> dict[str, object]:
-    """Capsules for the CPU platform, which launches on the library in JAX_MEGAMOE_LIBCUDA; for tests."""
+def cpu_handlers(*, captured: bool) -> dict[str, object]:
+    """The same for the CPU platform, to launch on the library in JAX_MEGAMOE_LIBCUDA; for tests."""
 
 def cuda_type() -> dict[str, object]:
     """The state type of the CUDA handlers, for `jax.ffi.register_ffi_type`."""
@@ -16,8 +16,8 @@ def cpu_type() -> dict[str, object]:
     """The state type of the CPU handlers."""
 
 def set_cubin_provider(provider: Callable[[str], bytes]) -> None:
-    """Sets what turns a kernel's specification (JSON) into machine code. Called once per kernel and process, from any
-    thread; its exception becomes the call's error."""
+    """Sets what turns a kernel's specification (JSON) into machine code. Called once per kernel and
+    process, from any thread; its exception becomes the call's error."""
 
 def register_symmetric_buffer(
     key: str,

@@ -1,0 +1,5 @@
+"""Custom calls on the CPU platform end in the recording driver."""
+
+import recording
+
+driver = recording.driver

@@ -1,0 +1,85 @@
+"""A plan as attributes, before C++ sees them."""
+
+import dataclasses
+import re
+
+import numpy as np
+import plans
+import pytest
+
+from jax_megamoe import _extension, launcher
+from jax_megamoe.plan.launch import Pointer
+from jax_megamoe.plan.operand import Operand
+
+
+def encode(plan: object = None, buffer_key: str = "buffer") -> dict[str, launcher.Attribute]:
+    """whole_plan's attributes, or another's."""
+    return launcher.encode(
+        plan or plans.whole_plan(), ["x", "w", "table"], ["y"], buffer_key=buffer_key
+    )
+
+
+def test_attributes_are_paths() -> None:
+    attributes = encode()
+    launch = {k: v for k, v in attributes.items() if re.fullmatch(r"steps\.1\.[a-z_]+", k)}
+    for name, values in (("grid", (132, 1, 1)), ("block", (384, 1, 1)), ("cluster", (2, 1, 1))):
+        array = launch.pop(f"steps.1.{name}")
+        assert isinstance(array, np.ndarray)
+        assert array.dtype == np.int64
+        assert tuple(array) == values
+    assert launch == {
+        "steps.1.kind": "launch",
+        "steps.1.kernel": 0,
+        "steps.1.smem": 200_000,
+        "steps.1.programmatic_serialization": True,
+        "steps.1.arguments": 8,
+    }
+    assert {k: v for k, v in attributes.items() if k.startswith("steps.0.")} == {
+        "steps.0.kind": "fill",
+        "steps.0.base": "symmetric_buffer",
+        "steps.0.index": 0,
+        "steps.0.offset": 128,
+        "steps.0.num_bytes": 576,
+    }
+    assert {k: v for k, v in attributes.items() if "arguments.7." in k} == {
+        "steps.1.arguments.7.name": "table",
+        "steps.1.arguments.7.kind": "pointer",
+        "steps.1.arguments.7.base": "operand",
+        "steps.1.arguments.7.index": 2,
+        "steps.1.arguments.7.offset": 4,
+    }
+
+
+def test_a_kernel_travels_with_its_specification_once() -> None:
+    plan = plans.whole_plan()
+    attributes = encode(dataclasses.replace(plan, steps=plan.steps * 2))
+    assert attributes["steps"] == 4
+    assert attributes["kernels"] == 1
+    text = attributes["kernels.0.spec"]
+    assert isinstance(text, str)
+    assert _extension.decode_kernel(text) == plans.KERNEL
+    assert re.fullmatch("[0-9a-f]{64}", str(attributes["kernels.0.key"]))
+    other = dataclasses.replace(plans.KERNEL, template_args=("2", "true"))
+    assert _extension.encode_kernel(other) != text
+
+
+def test_a_plan_without_the_buffer_names_none() -> None:
+    attributes = encode(plans.pointer_plan(), buffer_key="")
+    assert attributes["buffer_key"] == ""
+    assert attributes["buffer_bytes"] == 0
+
+
+def test_unknown_arrays_are_refused() -> None:
+    plan = plans.pointer_plan()
+    step = dataclasses.replace(plan.steps[0], arguments=(Pointer("z", Operand("z")),))
+    text = "plan: expected arrays among ['symmetric_buffer', 'table', 'w', 'x', 'y'], got 'z'; pass"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        encode(dataclasses.replace(plan, steps=(step,)))
+
+
+def test_the_buffer_needs_a_key() -> None:
+    with pytest.raises(ValueError, match="got 'symmetric_buffer'; pass buffer_key"):
+        encode(buffer_key="")
+    plan = plans.whole_plan()
+    with pytest.raises(ValueError, match="got 'symmetric_buffer'; pass buffer_key"):
+        encode(dataclasses.replace(plan, steps=plan.steps[1:]), buffer_key="")
