@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 SM100_SHARED_MEMORY = 232_448
-"""Opt-in shared memory of one block on SM90 and SM100, bytes (CUDA Programming Guide, compute capabilities)."""
+"""Opt-in shared memory of one block on SM90 and SM100, bytes (CUDA C++ Programming Guide)."""
 
 
 @dataclass(frozen=True)

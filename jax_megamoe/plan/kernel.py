@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """One instantiation of a kernel template: all that a compiler must know, nothing of the machine.
+    """One instantiation of a kernel template: all that a compiler must know.
 
     Attributes:
         source: distribution the header comes from: ``"sgl"``, ``"vllm"`` or ``"jax_megamoe"``.
@@ -13,7 +13,7 @@ class KernelSpec:
         header: as included, for example ``"deep_gemm/impls/sm90_fp8_mega_moe.cuh"``.
         symbol: the template's name inside namespace deep_gemm.
         template_args: C++ text of each argument, in order.
-        parameter_types: C++ type of each kernel parameter, in order; asserted when the kernel is compiled.
+        parameter_types: C++ type of each kernel parameter, in order; asserted when compiling.
     """
 
     source: str
@@ -30,7 +30,8 @@ class LaunchConfig:
 
     Attributes:
         smem: dynamic shared memory of a block, bytes; also the function attribute that allows it.
-        programmatic_serialization: the launch may start before its predecessor ended (CUDA launch attribute 6).
+        programmatic_serialization: the launch may start before its predecessor ended (CUDA
+            launch attribute 6).
     """
 
     grid: tuple[int, int, int]

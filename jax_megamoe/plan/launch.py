@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from jax_megamoe.plan.arithmetic import align
 from jax_megamoe.plan.kernel import KernelSpec, LaunchConfig
 from jax_megamoe.plan.operand import Operand
 from jax_megamoe.plan.symmetric_buffer import BufferLayout
@@ -56,6 +57,11 @@ class TensorMap:
 KernelArgument = Pointer | Uint32 | Float32 | SymmetricBuffer | TensorMap
 
 
+def optional(name: str, operand: str, present: bool) -> Pointer:
+    """A pointer to the start of `operand`, or null."""
+    return Pointer(name, Operand(operand) if present else None)
+
+
 @dataclass(frozen=True)
 class KernelLaunch:
     """One kernel with its launch shape and arguments, in parameter order."""
@@ -83,6 +89,8 @@ class LaunchPlan:
         num_ranks: expert-parallel ranks.
         block_m: tile height the kernel runs this number of tokens with.
         constants: named read-only bytes that arguments point to (the SM locality table).
+        unstaged: regions of the buffer that the last launch reads and no step writes: the caller
+            fills them, in stream order, before the first step.
     """
 
     steps: tuple[KernelLaunch | Fill, ...]
@@ -90,4 +98,38 @@ class LaunchPlan:
     num_ranks: int
     block_m: int
     constants: tuple[tuple[str, bytes], ...] = ()
+    unstaged: tuple[str, ...] = ()
     plan_version: int = field(default=PLAN_VERSION)
+
+
+_TENSOR_MAP_BYTES, _SYM_BUFFER_BYTES = 128, 592
+_SM90_BASE, _SM100_BASE = 0x210, 0x380
+
+
+def parameter_block(launch: KernelLaunch) -> tuple[tuple[int, int], ...]:
+    """(offset, bytes) of each kernel parameter in one packed block.
+
+    Alignment is C's, but tensor maps are 128-aligned in the constant bank, where the block itself
+    starts at 0x380 (SM100) or 0x210 (SM90).
+    """
+    base = _SM90_BASE if launch.kernel.arch.startswith("sm_9") else _SM100_BASE
+    placed: list[tuple[int, int]] = []
+    end = 0
+    for argument in launch.arguments:
+        match argument:
+            case TensorMap():
+                size, start = _TENSOR_MAP_BYTES, align(base + end, 128) - base
+            case SymmetricBuffer():
+                size, start = _SYM_BUFFER_BYTES, align(end, 8)
+            case Pointer():
+                size, start = 8, align(end, 8)
+            case Uint32() | Float32():
+                size, start = 4, align(end, 4)
+        placed.append((start, size))
+        end = start + size
+    return tuple(placed)
+
+
+def parameter_block_bytes(launch: KernelLaunch) -> int:
+    """Size of the packed parameter block."""
+    return sum(parameter_block(launch)[-1])

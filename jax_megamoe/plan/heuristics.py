@@ -1,0 +1,192 @@
+"""DeepGEMM's size choices for SM100 kernels: ring, tile, stages and shared memory.
+
+The rules are those of DeepGEMM's host code (csrc/jit_kernels/heuristics), read off recorded
+launches; each function says what it returns, the tests compare every value with the records.
+"""
+
+import math
+from dataclasses import dataclass
+
+from jax_megamoe.plan.arithmetic import align, ceil_div, float32
+from jax_megamoe.plan.device import DeviceSpec
+from jax_megamoe.plan.family import Family
+from jax_megamoe.plan.problem import Problem
+
+TOKEN_ALIGNMENT = 1920
+"""Buffers hold a multiple of this many tokens: every tile height divides it."""
+
+BLOCK_N = 128
+DISPATCH_THREADS, LOAD_THREADS, EPILOGUE_THREADS = 128, 128, 256
+MAX_RING_TOKENS = 8_388_608
+
+_RING_BLOCKS = (8, 16, 32, 64, 96, 128, 192, 240)
+_LARGE_TILES = (64, 128, 192, 240)
+_BARRIER_BYTES = 8
+_FIXED_BARRIERS = 28
+_TASK_BYTES = 64
+
+
+def aligned_tokens(problem: Problem) -> int:
+    """Tokens per rank that the buffer holds."""
+    return align(problem.max_num_tokens, TOKEN_ALIGNMENT)
+
+
+def full_pool_tokens(problem: Problem) -> int:
+    """Rows for every token that could reach this rank's experts, each expert padded to a tile."""
+    local = problem.local_experts
+    received = problem.num_ranks * aligned_tokens(problem) * min(problem.top_k, local)
+    return align(received + local * (_RING_BLOCKS[-1] - 1), TOKEN_ALIGNMENT)
+
+
+def ring_tokens(family: Family, problem: Problem, num_sms: int) -> int:
+    """Rows of received tokens that are live at once: the ring between dispatch and layer 2.
+
+    It depends on the SM count: ranks with different counts would have different buffers.
+    """
+    tokens = aligned_tokens(problem)
+    if family.full_pool_from is not None and tokens >= family.full_pool_from:
+        return full_pool_tokens(problem)
+    received = problem.num_ranks * tokens * min(problem.top_k, problem.local_experts)
+    need = max(_ring_need(problem, num_sms // 2, block, received) for block in _RING_BLOCKS)
+    return align(need, TOKEN_ALIGNMENT)
+
+
+def _ring_need(problem: Problem, clusters: int, block: int, received: int) -> int:
+    """Live rows with tiles of `block` rows: what layer 1 runs ahead of layer 2."""
+    l1_tiles, l2_tiles = problem.intermediate_size * 2 // 256, problem.hidden_size // 256
+    blocks = ceil_div(received, block) + problem.local_experts
+    warm = max(
+        ceil_div(ceil_div(clusters, l2_tiles) * l1_tiles, clusters),
+        ceil_div(l1_tiles + (blocks - 1) * max(0, l1_tiles - l2_tiles), clusters) + 1,
+    )
+    waves = min(warm, ceil_div(l1_tiles * blocks, clusters))
+    live = ceil_div(min(waves * clusters, l1_tiles * blocks), l1_tiles)
+    grow = ceil_div(blocks * (l2_tiles - l1_tiles), l2_tiles) if l2_tiles > l1_tiles else 0
+    return block * min(blocks, live + grow + ceil_div(clusters, min(l1_tiles, l2_tiles)))
+
+
+def scale_ring_tokens(family: Family, ring: int) -> int:
+    """Rows of scales for a ring: the worst tile, 8 rows, is padded to 128."""
+    return 16 * ring if family.scale_block else 0
+
+
+def shared_scale_tokens(problem: Problem) -> int:
+    """Rows of scales for shared experts: every tile is padded to 128 rows."""
+    return 128 * ceil_div(aligned_tokens(problem), 8)
+
+
+def scale_row(token: int, block_m: int) -> int:
+    """Row of a token's scales in a scale region whose tiles are `block_m` tokens high.
+
+    Within a tile, 128 rows at a time are stored as four interleaved groups of 32.
+    """
+    block, within = divmod(token, block_m)
+    return block * align(block_m, 128) + within // 128 * 128 + within % 32 * 4 + within % 128 // 32
+
+
+def tokens_per_expert(problem: Problem) -> float:
+    """Expected tokens of one expert, in float32 from left to right as the host computes it."""
+    if problem.global_num_tokens is None:
+        tokens = float32(float32(problem.num_tokens) * problem.num_ranks)
+    else:
+        tokens = float32(problem.global_num_tokens)
+    return float32(float32(tokens * problem.top_k) / problem.num_experts)
+
+
+def likely_tokens(problem: Problem) -> float:
+    """`tokens_per_expert` plus its square root, one standard deviation, in float32."""
+    mean = tokens_per_expert(problem)
+    return float32(mean + float32(math.sqrt(mean)))
+
+
+def block_m(family: Family, problem: Problem, device: DeviceSpec) -> int:
+    """Tile height: 16, 32, 64, 128, 192 or 240 tokens."""
+    if family.stem == "sm100_fp4_fp4_mega_moe" and _measured_exception(problem, device):
+        return 64
+    mean, likely = tokens_per_expert(problem), likely_tokens(problem)
+    if mean <= 10:
+        return 16
+    if mean <= 24:
+        return 32
+    few = problem.local_experts <= 13
+    if family.max_tile is not None:
+        if likely <= (family.max_tile if few else _LARGE_TILES[-1]):
+            return next(tile for tile in _LARGE_TILES if tile >= likely)
+        return 128 if math.ceil(likely / family.max_tile) * 128 >= likely else family.max_tile
+    tiles, first = math.ceil(likely / _LARGE_TILES[-1]), 0
+    if tiles == 1 and likely > 192 and few:
+        tiles, first = 2, 1
+    return next(tile for tile in _LARGE_TILES[first:] if tiles * tile >= likely)
+
+
+def _measured_exception(problem: Problem, device: DeviceSpec) -> bool:
+    return (
+        (device.arch, device.num_sms) == (103, 148)
+        and (problem.num_ranks, problem.num_experts, problem.top_k) == (4, 256, 8)
+        and 32 <= problem.num_tokens <= 64
+    )
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tile heights, stages and shared memory of a launch.
+
+    Attributes:
+        block_m: tokens of a tile.
+        store_m: rows that one epilogue store writes, for layer 1 and layer 2.
+        scale_m: rows of scales of a tile.
+        pull_bytes: of one copy of a remote token.
+        stages: of the operand pipeline.
+        smem: dynamic shared memory, bytes.
+        combine_bytes: of it, what the combine may reuse.
+    """
+
+    block_m: int
+    store_m: tuple[int, int]
+    scale_m: int
+    pull_bytes: int
+    stages: int
+    smem: int
+    combine_bytes: int
+
+
+def tiles(family: Family, problem: Problem, device: DeviceSpec) -> Tiles:
+    """Tiles for this number of tokens."""
+    return tiles_of_height(family, problem, device, block_m(family, problem, device))
+
+
+def tiles_of_height(family: Family, problem: Problem, device: DeviceSpec, height: int) -> Tiles:
+    """Tiles of a given height, with as many stages as fit shared memory."""
+    store_m = _store_rows(family, height)
+    scale_m = align(height, 128)
+    pull = _pull_bytes(family, problem)
+    # Layer 1 stores two stages of 64 columns, layer 2 one stage of 128 BF16, each per warpgroup.
+    output = align(max(256 * store_m[0] * family.operand_bits // 8, 512 * store_m[1]), 1024)
+    fixed = align(4 * problem.num_experts, 1024) + align(4 * pull, 1024) + output
+    fixed += 32 * store_m[0] if family.reduces_amax else 0
+    barriers = _FIXED_BARRIERS * _BARRIER_BYTES + 4 + family.lookup_bytes
+    stage = (height // 2 + BLOCK_N) * family.block_k * family.operand_bits // 8
+    if family.scale_block:
+        stage += (scale_m + BLOCK_N) * family.block_k // family.scale_block
+    full = stage + 2 * _BARRIER_BYTES
+    stages = (device.smem_capacity - fixed - _TASK_BYTES - barriers) // full
+    reusable = fixed + _TASK_BYTES + stages * stage
+    return Tiles(
+        height, store_m, scale_m, pull, stages, reusable + barriers + stages * 16, reusable
+    )
+
+
+def _store_rows(family: Family, height: int) -> tuple[int, int]:
+    if height == 240 and family.activations.dtype == "float8_e4m3fn":
+        return 24, 8
+    wide = 48 if family.source == "sgl" else 32
+    rows = {16: 8, 32: 16, 64: 16, 128: 32, 192: wide, 240: 40}[height]
+    return rows, rows
+
+
+def _pull_bytes(family: Family, problem: Problem) -> int:
+    limit = 4096 if family.activations.bits == 16 else 8192
+    pull = problem.hidden_size * family.activations.bits // 8
+    while pull > limit:
+        pull //= 2
+    return pull

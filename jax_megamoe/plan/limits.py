@@ -1,0 +1,204 @@
+"""What the kernels cannot do: DeepGEMM's own host checks, and those its host leaves out.
+
+Without the latter a kernel does not compile (static assertions in its header) or reads past a
+region. Each function yields one exception per broken rule, the first that a caller should see
+first, so that a planner can raise it and a choice of source can ask for it.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from jax_megamoe._checks import message
+from jax_megamoe.plan import heuristics, sm90_heuristics
+from jax_megamoe.plan.device import DeviceSpec
+from jax_megamoe.plan.family import Family
+from jax_megamoe.plan.problem import Problem
+
+MAX_EXPERTS, MAX_LOCAL_EXPERTS, MAX_TOP_K = 2048, 512, 32
+MAX_RANKS, MAX_SM90_RANKS = 72, 32
+MAX_MASKED_INTERMEDIATE = 4096
+MAX_STAGED_HIDDEN = 8192
+"""The staging kernels run one block of hidden_size / 8 threads per token."""
+
+_COMBINE_BUFFERS = 24
+_ONE_CHUNK_HIDDEN = 4096
+_CHUNK_MULTIPLE = 512
+_SM100_ARCHS = range(100, 110)
+
+
+def sm100_violations(family: Family, problem: Problem, device: DeviceSpec) -> Iterator[Exception]:
+    """Broken rules of an SM100 launch, NotImplementedError or ValueError, most general first."""
+    if device.arch not in _SM100_ARCHS:
+        yield NotImplementedError(
+            message("device", f"compute capability 10.x for {family.stem}", device.arch / 10)
+        )
+    yield from _experts(problem, MAX_RANKS)
+    yield from _at_most("num_experts", problem.num_experts, MAX_EXPERTS)
+    yield from _at_most("num_experts per rank", problem.local_experts, MAX_LOCAL_EXPERTS)
+    yield from _features(family, problem)
+    yield from _sm100_sizes(family, problem, device)
+    yield from _tokens(problem, heuristics.aligned_tokens(problem))
+    ring = heuristics.ring_tokens(family, problem, device.num_sms)
+    if ring > heuristics.MAX_RING_TOKENS:
+        limit = f"a ring of at most {heuristics.MAX_RING_TOKENS} received tokens"
+        hint = f"max_num_tokens {problem.max_num_tokens} on {problem.num_ranks} ranks is too many"
+        yield ValueError(message("max_num_tokens", limit, ring, hint))
+    height = heuristics.block_m(family, problem, device)
+    yield from sm100_tile_violations(family, problem, device, height)
+
+
+def sm100_tile_violations(
+    family: Family, problem: Problem, device: DeviceSpec, height: int
+) -> Iterator[Exception]:
+    """Rules broken by hidden_size or the device's shared memory with tiles of this height."""
+    tiles = heuristics.tiles_of_height(family, problem, device, height)
+    if tiles.stages < 2:
+        yield _too_little_memory(device, tiles.stages)
+
+    def room(resized: Problem) -> int:
+        return heuristics.tiles_of_height(family, resized, device, height).combine_bytes
+
+    yield from _combine(problem, room, (1, 2))
+
+
+def sm90_violations(problem: Problem, device: DeviceSpec) -> Iterator[Exception]:
+    """Broken rules of an SM90 launch, NotImplementedError or ValueError, most general first."""
+    if device.arch != 90:
+        yield NotImplementedError(
+            message("device", "compute capability 9.0 for fp8_block", device.arch / 10)
+        )
+    yield from _experts(problem, MAX_SM90_RANKS)
+    if problem.activation != "swiglu":
+        yield NotImplementedError(message("activation", "swiglu on SM90", problem.activation))
+    yield from _clamp(problem)
+    if problem.num_shared_experts:
+        yield NotImplementedError(
+            message("num_shared_experts", "0 on SM90", problem.num_shared_experts, "never fused")
+        )
+    yield from _multiple("hidden_size", problem.hidden_size, 512)
+    yield from _multiple("intermediate_size", problem.intermediate_size, 256)
+    yield from _at_most("intermediate_size", problem.intermediate_size, MAX_MASKED_INTERMEDIATE)
+    tokens = sm90_heuristics.aligned_tokens(problem)
+    yield from _tokens(problem, tokens)
+    bound = problem.num_tokens_bound
+    if bound and not problem.num_tokens <= bound <= tokens:
+        yield ValueError(
+            message("num_tokens_bound", f"0 or {problem.num_tokens} to {tokens}", bound)
+        )
+    schedule = sm90_heuristics.schedule(problem, device)
+    if schedule.stages < 2:
+        yield _too_little_memory(device, schedule.stages)
+
+    def room(resized: Problem) -> int:
+        return sm90_heuristics.schedule(resized, device).combine_bytes
+
+    yield from _combine(problem, room, (1, 2, 4))
+
+
+def staging_violations(problem: Problem) -> Iterator[Exception]:
+    """Broken rules of the staging kernels of the sgl source."""
+    yield from _at_most("hidden_size", problem.hidden_size, MAX_STAGED_HIDDEN)
+
+
+def _at_most(argument: str, value: int, limit: int) -> Iterator[Exception]:
+    if value > limit:
+        yield ValueError(message(argument, f"at most {limit}", value))
+
+
+def _multiple(argument: str, value: int, divisor: int) -> Iterator[Exception]:
+    if value % divisor:
+        yield ValueError(message(argument, f"a multiple of {divisor}", value))
+
+
+def _too_little_memory(device: DeviceSpec, stages: int) -> Exception:
+    expected = f"two pipeline stages in {device.smem_capacity} bytes of shared memory"
+    return ValueError(message("max_num_tokens", expected, f"{stages}", "use fewer tokens"))
+
+
+def _experts(problem: Problem, max_ranks: int) -> Iterator[Exception]:
+    """Experts, ranks and top-k; after these, local_experts is meaningful."""
+    yield from _at_most("num_ranks", problem.num_ranks, max_ranks)
+    if problem.num_experts % problem.num_ranks:
+        expected = f"a multiple of the {problem.num_ranks} expert-parallel ranks"
+        yield ValueError(message("num_experts", expected, problem.num_experts))
+    slots = problem.top_k + (problem.num_shared_experts > 0)
+    what = "top_k with the shared expert's slot" if problem.num_shared_experts else "top_k"
+    yield from _at_most(what, slots, MAX_TOP_K)
+    if not 1 <= problem.top_k <= problem.num_experts:
+        yield ValueError(
+            message("top_k", f"1 to num_experts = {problem.num_experts}", problem.top_k)
+        )
+
+
+def _clamp(problem: Problem) -> Iterator[Exception]:
+    if problem.clamp is not None and not problem.clamp >= 0:
+        yield ValueError(message("activation clamp", "a number >= 0 or None", problem.clamp))
+
+
+def _features(family: Family, problem: Problem) -> Iterator[Exception]:
+    """Formats, activation and options that a kernel has or has not."""
+    kernel = f"{family.source}'s {family.stem}"
+    if problem.weight_format not in family.weights:
+        expected = f"one of {list(family.weights)} for {kernel}"
+        yield NotImplementedError(message("weight_format", expected, problem.weight_format))
+    if problem.activation not in family.activation_names:
+        expected = f"one of {list(family.activation_names)} for {kernel}"
+        yield NotImplementedError(message("activation", expected, problem.activation))
+    yield from _clamp(problem)
+    if family.source == "sgl" and problem.activation == "situ" and problem.clamp is not None:
+        yield ValueError(message("activation clamp", "None for situ", problem.clamp))
+    if problem.shared_format is not None and problem.shared_format not in family.shared:
+        expected = f"one of {list(family.shared)} for {kernel}"
+        yield NotImplementedError(message("shared_format", expected, problem.shared_format))
+    if problem.num_shared_experts != problem.fused_shared_experts:
+        expected = f"weights of the {problem.num_shared_experts} shared experts the buffer is for"
+        yield ValueError(message("shared weights", expected, None))
+    if problem.post_norm and problem.num_shared_experts:
+        yield NotImplementedError(
+            message("post_norm", "no fused shared experts", problem.num_shared_experts)
+        )
+
+
+def _sm100_sizes(family: Family, problem: Problem, device: DeviceSpec) -> Iterator[Exception]:
+    yield from _multiple("hidden_size", problem.hidden_size, 256)
+    yield from _multiple("intermediate_size", problem.intermediate_size, max(128, family.block_k))
+    if family.max_intermediate is not None:
+        yield from _at_most("intermediate_size", problem.intermediate_size, family.max_intermediate)
+    yield from _multiple("num_sms", device.num_sms, 4 if family.locality_table else 2)
+
+
+def _tokens(problem: Problem, aligned: int) -> Iterator[Exception]:
+    if problem.num_tokens > aligned:
+        limit = f"at most max_num_tokens = {problem.max_num_tokens} (a buffer of {aligned})"
+        yield ValueError(message("num_tokens", limit, problem.num_tokens))
+
+
+def _combine(
+    problem: Problem, room: Callable[[Problem], int], chunks: tuple[int, ...]
+) -> Iterator[Exception]:
+    """The combine keeps a row in few chunks, and 24 of them at once in `room` bytes."""
+    count = _combine_chunks(problem, room, chunks)
+    if count is None:
+        smaller = range(
+            problem.hidden_size // _CHUNK_MULTIPLE * _CHUNK_MULTIPLE, 0, -_CHUNK_MULTIPLE
+        )
+        limit = next(
+            size
+            for size in smaller
+            if _combine_chunks(replace(problem, hidden_size=size), room, chunks)
+        )
+        hint = "the combine's buffers do not fit shared memory"
+        yield ValueError(message("hidden_size", f"at most {limit}", problem.hidden_size, hint))
+    elif problem.hidden_size * 2 // count % _CHUNK_MULTIPLE:
+        expected = f"a multiple of {_CHUNK_MULTIPLE * count // 2}"
+        hint = f"the combine splits a row into {count} chunks"
+        yield ValueError(message("hidden_size", expected, problem.hidden_size, hint))
+
+
+def _combine_chunks(
+    problem: Problem, room: Callable[[Problem], int], chunks: tuple[int, ...]
+) -> int | None:
+    """Chunks of a row, the fewest that fit; None if none does."""
+    allowed = chunks if problem.hidden_size <= _ONE_CHUNK_HIDDEN else chunks[1:]
+    buffers, available = _COMBINE_BUFFERS * 2 * problem.hidden_size, room(problem)
+    return next((count for count in allowed if buffers // count <= available), None)

@@ -1,0 +1,72 @@
+"""What one launch computes, as numbers and names: the input of every planner."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Sizes, formats and options of one MegaMoE launch on one rank.
+
+    Attributes:
+        num_experts: over all ranks.
+        max_num_tokens: tokens per rank the buffer is asked to hold, before alignment.
+        num_tokens: this call's tokens on this rank.
+        weight_format: what the routed weights are stored as: ``"mxfp4"``, ``"mxfp8"``, ``"nvfp4"``,
+            ``"bf16"`` or ``"fp8_block"``.
+        num_shared_experts: fused shared experts the buffer has room for.
+        shared_format: format of the fused shared weights; None: none are passed.
+        activation: ``"swiglu"``, ``"swigluoai"`` (alpha 1.702, beta 1), ``"swiglustep"`` (the cap
+            comes after SiLU) or ``"situ"``.
+        clamp: None: no limit.
+        stats: whether tokens per local expert are counted.
+        x_scales: whether tokens carry a float32 scale each (NVFP4).
+        l1_alphas, l2_alphas, l2_act_scales: whether per-expert float32 factors are passed.
+        l2_activation_scale: the one scale of all layer-2 inputs (vllm's NVFP4, by value).
+        post_norm: RMS-normalise each expert's output before the combine.
+        post_norm_weight: whether that norm has a weight.
+        post_norm_weight_first: whether the weight multiplies before the norm.
+        post_norm_eps: the norm's epsilon.
+        global_num_tokens: tokens of all ranks together, for the choice of tiles; None: num_tokens
+            on every rank.
+        num_tokens_bound: most tokens of any rank in this call (SM90); 0: unknown.
+        fp8_combine: expert outputs travel back as E4M3 (sgl).
+    """
+
+    num_ranks: int
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    max_num_tokens: int
+    num_tokens: int
+    weight_format: str
+    num_shared_experts: int = 0
+    shared_format: str | None = None
+    activation: str = "swiglu"
+    clamp: float | None = None
+    alpha: float = 1.0
+    beta: float = 0.0
+    fast_math: bool = True
+    stats: bool = False
+    x_scales: bool = False
+    l1_alphas: bool = False
+    l2_alphas: bool = False
+    l2_act_scales: bool = False
+    l2_activation_scale: float = 1.0
+    post_norm: bool = False
+    post_norm_weight: bool = False
+    post_norm_weight_first: bool = False
+    post_norm_eps: float = 1e-6
+    global_num_tokens: int | None = None
+    num_tokens_bound: int = 0
+    fp8_combine: bool = False
+
+    @property
+    def local_experts(self) -> int:
+        """Experts of one rank."""
+        return self.num_experts // self.num_ranks
+
+    @property
+    def fused_shared_experts(self) -> int:
+        """Shared experts whose weights are passed: the kernel's own count."""
+        return 0 if self.shared_format is None else self.num_shared_experts

@@ -1,0 +1,229 @@
+"""Launches of the sgl source's SM100 kernels: MXFP4, MXFP8, NVFP4, MXFP4 x MXFP4 and BF16.
+
+Staging is part of this source for all but BF16: a kernel quantises BF16 tokens into the buffer and
+widens the top-k ids. It does not write ``shared_l1_acts_sf``, the scales of the shared expert's
+input: the caller copies each token's words from ``x_sf`` to the row
+`heuristics.scale_row(token, block_m)` of every column.
+"""
+
+from jax_megamoe.plan.arithmetic import cpp_bool, cpp_float
+from jax_megamoe.plan.device import DeviceSpec
+from jax_megamoe.plan.family import (
+    BF16_ACTIVATIONS,
+    BF16_WEIGHTS,
+    FP4_WEIGHTS,
+    FP8_ACTIVATIONS,
+    FP8_WEIGHTS,
+    Activations,
+    Family,
+    Weights,
+)
+from jax_megamoe.plan.kernel import KernelSpec, LaunchConfig
+from jax_megamoe.plan.launch import (
+    KernelArgument,
+    KernelLaunch,
+    Pointer,
+    SymmetricBuffer,
+    Uint32,
+    optional,
+)
+from jax_megamoe.plan.problem import Problem
+from jax_megamoe.plan.sgl_staging import (
+    region_pointer,
+    staging_blocks,
+    staging_inputs,
+    staging_sizes,
+)
+from jax_megamoe.plan.sm100 import Launcher
+from jax_megamoe.plan.symmetric_buffer import BufferLayout
+from jax_megamoe.plan.tensor_map import SWIZZLE_32B, SWIZZLE_128B, UINT8
+
+ARCH = "sm_100f"
+_FP4_ACTIVATIONS = Activations("uint8", 4, 2, UINT8, 2, 128, SWIZZLE_128B, 32, SWIZZLE_32B)
+_PACKED_WEIGHTS = Weights(4, UINT8, 2, 128, SWIZZLE_128B, False, FP4_WEIGHTS.cpp_type)
+
+_FULL_POOL_FROM = 6144
+
+FP8 = Family(
+    source="sgl",
+    stem="sm100_fp8_fp4_mega_moe",
+    activations=FP8_ACTIVATIONS,
+    scale_block=32,
+    weights={"mxfp4": FP4_WEIGHTS, "mxfp8": FP8_WEIGHTS},
+    shared={"mxfp8": FP8_WEIGHTS},
+    block_k=128,
+    operand_bits=8,
+    reduces_amax=True,
+    norm_sums=True,
+    tail="scales",
+    full_pool_from=_FULL_POOL_FROM,
+    activation_names=("swiglu", "swigluoai", "situ"),
+)
+MXF4 = Family(
+    source="sgl",
+    stem="sm100_fp8_fp4_mega_moe",
+    activations=_FP4_ACTIVATIONS,
+    scale_block=32,
+    weights={"mxfp4": _PACKED_WEIGHTS},
+    shared={"mxfp4": _PACKED_WEIGHTS},
+    block_k=256,
+    operand_bits=4,
+    reduces_amax=True,
+    norm_sums=True,
+    tail="scales",
+    full_pool_from=_FULL_POOL_FROM,
+    activation_names=("swiglu", "swigluoai"),
+)
+NVFP4 = Family(
+    source="sgl",
+    stem="sm100_fp8_fp4_mega_moe",
+    activations=_FP4_ACTIVATIONS,
+    scale_block=16,
+    weights={"nvfp4": _PACKED_WEIGHTS},
+    shared={"nvfp4": _PACKED_WEIGHTS},
+    block_k=256,
+    operand_bits=4,
+    reduces_amax=True,
+    lookup_bytes=1024,
+    norm_sums=True,
+    tail="scales",
+    full_pool_from=_FULL_POOL_FROM,
+    activation_names=("swiglu", "swigluoai"),
+)
+BF16 = Family(
+    source="sgl",
+    stem="sm100_bf16_mega_moe",
+    activations=BF16_ACTIVATIONS,
+    scale_block=0,
+    weights={"bf16": BF16_WEIGHTS},
+    shared={"bf16": BF16_WEIGHTS},
+    block_k=64,
+    operand_bits=16,
+    norm_sums=True,
+    tail="scales",
+    full_pool_from=_FULL_POOL_FROM,
+    activation_names=("swiglu",),
+)
+
+
+def mega_launch(family: Family, problem: Problem, device: DeviceSpec) -> KernelLaunch:
+    """The kernel from dispatch to combine. Limits are not checked here."""
+    launcher = Launcher(family, problem, device)
+    return _bf16(launcher) if family is BF16 else _scaled(launcher)
+
+
+def _scaled(launcher: Launcher) -> KernelLaunch:
+    problem, family = launcher.problem, launcher.family
+    alpha = 1.702 if problem.activation == "swigluoai" else 0.0
+    template = [
+        *launcher.head(),
+        *map(str, launcher.tiles.store_m),
+        str(launcher.tiles.scale_m),
+        "128",
+        _kind(family),
+        *launcher.rings(),
+        *launcher.machine(),
+        cpp_float(problem.clamp),
+        cpp_float(alpha),
+        cpp_bool(problem.activation == "situ"),
+        cpp_bool(problem.fast_math),
+        cpp_bool(problem.x_scales),
+        cpp_bool(problem.l1_alphas),
+        cpp_bool(problem.l2_alphas),
+        cpp_bool(problem.l2_act_scales),
+        cpp_bool(problem.fp8_combine),
+        family.weights[problem.weight_format].cpp_type,
+        cpp_float(4.0),
+        cpp_float(25.0),
+        *_norm(problem),
+    ]
+    arguments: list[KernelArgument] = [
+        launcher.output(),
+        launcher.stats(),
+        optional("l1_alphas", "w13_weight_scale_2", problem.l1_alphas),
+        optional("l2_alphas", "w2_weight_scale_2", problem.l2_alphas),
+        optional("l2_act_scales", "w2_input_scale", problem.l2_act_scales),
+        _norm_weight(problem),
+        Uint32("num_tokens", problem.num_tokens),
+        SymmetricBuffer("sym_buffer"),
+        *launcher.maps(),
+        launcher.locality(),
+    ]
+    types = ["void*", "int*", *["const float*"] * 4, "uint32_t", "const uint8_t*"]
+    return launcher.launch(template, arguments, types, ARCH)
+
+
+def _bf16(launcher: Launcher) -> KernelLaunch:
+    problem = launcher.problem
+    template = [
+        *launcher.head(),
+        str(launcher.tiles.store_m[0]),
+        *launcher.rings(),
+        *launcher.machine(),
+        cpp_float(problem.clamp),
+        cpp_bool(problem.fast_math),
+        *_norm(problem),
+    ]
+    arguments: list[KernelArgument] = [
+        launcher.output(),
+        _norm_weight(problem),
+        launcher.stats(),
+        Uint32("num_tokens", problem.num_tokens),
+        SymmetricBuffer("sym_buffer"),
+        *launcher.maps(),
+        launcher.locality(),
+    ]
+    types = ["void*", "const float*", "int*", "uint32_t", "const uint8_t*"]
+    return launcher.launch(template, arguments, types, ARCH)
+
+
+def _norm(problem: Problem) -> list[str]:
+    """Template arguments of the norm after the experts, then the TensorRT weight layout: never."""
+    return [
+        cpp_bool(problem.post_norm),
+        cpp_bool(problem.post_norm_weight_first),
+        cpp_bool(problem.post_norm_weight),
+        cpp_float(problem.post_norm_eps),
+        cpp_bool(False),
+    ]
+
+
+def _norm_weight(problem: Problem) -> Pointer:
+    name = "post_expert_norm_weight"
+    return optional(name, name, problem.post_norm_weight)
+
+
+def _kind(family: Family) -> str:
+    kinds = {(8, 32): "MXFP8FP4", (4, 32): "MXFP4", (4, 16): "NVFP4"}
+    return f"MmaKind::{kinds[family.activations.bits, family.scale_block]}"
+
+
+def staging_launch(
+    family: Family, problem: Problem, layout: BufferLayout, expert_scales: bool = False
+) -> KernelLaunch:
+    """The kernel that quantises x [T, H] bfloat16 and widens topk_ids [T, K] int32 into the buffer.
+
+    One block per token; more blocks fill ids with -1 and weights with 0 up to the buffer's end.
+
+    Args:
+        expert_scales: top-k weights are multiplied by a float32 per expert.
+    """
+    threads = problem.hidden_size // 8
+    template = (str(family.scale_block), _kind(family), "false")
+    types = (
+        *("const __nv_bfloat16*", "const int32_t*", "const float*", "const float*"),
+        *("void*", "int32_t*", "float*", "int64_t*", "float*"),
+        *["uint32_t"] * 5,
+    )
+    header = "deep_gemm/impls/sm100_mega_moe_pre_dispatch.cuh"
+    kernel = KernelSpec("sgl", ARCH, header, "mega_moe_pre_dispatch_kernel", template, types)
+    arguments = (
+        *staging_inputs(problem),
+        optional("expert_scales", "expert_scales", expert_scales),
+        *(region_pointer(layout, name) for name in ("x", "x_sf")),
+        region_pointer(layout, "x_scales") if problem.x_scales else Pointer("buf_x_scales", None),
+        *(region_pointer(layout, name) for name in ("topk_idx", "topk_weights")),
+        *staging_sizes(problem, layout, problem.hidden_size // family.scale_block),
+    )
+    config = LaunchConfig((staging_blocks(problem, layout), 1, 1), (threads, 1, 1))
+    return KernelLaunch(kernel, config, arguments)

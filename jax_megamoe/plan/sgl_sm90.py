@@ -1,0 +1,201 @@
+"""Launches of the sgl source's SM90 kernels: FP8 with 128x128 float32 scales, and its staging."""
+
+from jax_megamoe.plan import sm90_heuristics
+from jax_megamoe.plan.arithmetic import cpp_bool, cpp_float
+from jax_megamoe.plan.device import DeviceSpec
+from jax_megamoe.plan.kernel import KernelSpec, LaunchConfig
+from jax_megamoe.plan.launch import (
+    Float32,
+    KernelArgument,
+    KernelLaunch,
+    Pointer,
+    SymmetricBuffer,
+    TensorMap,
+    Uint32,
+    optional,
+)
+from jax_megamoe.plan.operand import SYMMETRIC_BUFFER, Operand
+from jax_megamoe.plan.problem import Problem
+from jax_megamoe.plan.sgl_staging import (
+    region_pointer,
+    staging_blocks,
+    staging_inputs,
+    staging_sizes,
+)
+from jax_megamoe.plan.sm90_heuristics import BLOCK_K, BLOCK_N, FRONT_THREADS, MATH_THREADS
+from jax_megamoe.plan.symmetric_buffer import BufferLayout, sm90_layout
+from jax_megamoe.plan.tensor_map import (
+    FLOAT32,
+    SWIZZLE_128B,
+    SWIZZLE_NONE,
+    UINT8,
+    TensorMapSpec,
+)
+
+ARCH = "sm_90a"
+_WIDE_STAGING = 4096
+
+
+def mega_launch(problem: Problem, device: DeviceSpec) -> KernelLaunch:
+    """The kernel from dispatch to combine. Limits are not checked here."""
+    layout, schedule = sm90_layout(problem), sm90_heuristics.schedule(problem, device)
+    map_type = "cute::TmaDescriptor"
+    layer_types = (map_type, map_type, map_type, "const float*")
+    kernel = KernelSpec(
+        "sgl",
+        ARCH,
+        "deep_gemm/impls/sm90_fp8_mega_moe.cuh",
+        "sm90_fp8_mega_moe_impl",
+        _template(problem, device, schedule),
+        (
+            *("void*", "int*", "uint32_t"),
+            f"deep_gemm::layout::SymBuffer<{problem.num_ranks}>",
+            *(*layer_types, map_type, *layer_types),
+            "uint64_t*",
+        ),
+    )
+    config = LaunchConfig(
+        (device.num_sms, 1, 1),
+        (2 * FRONT_THREADS + MATH_THREADS, 1, 1),
+        (schedule.cluster, 1, 1),
+        schedule.smem,
+        schedule.programmatic,
+    )
+    arguments: tuple[KernelArgument, ...] = (
+        optional("y", "y", problem.num_tokens > 0),
+        optional("cumulative_local_expert_recv_stats", "stats", problem.stats),
+        Uint32("num_tokens", problem.num_tokens),
+        SymmetricBuffer("sym_buffer"),
+        *_layer("l1", "w13", problem, layout, schedule.block_m),
+        _output_map(problem, layout, schedule.large),
+        *_layer("l2", "w2", problem, layout, schedule.block_m),
+        Pointer("trace", None),
+    )
+    return KernelLaunch(kernel, config, arguments)
+
+
+def _template(
+    problem: Problem, device: DeviceSpec, schedule: sm90_heuristics.Schedule
+) -> tuple[str, ...]:
+    ring, large = sm90_heuristics.ring_tokens(problem), schedule.large
+    counts_arrivals = large or 4 <= problem.num_tokens <= 128
+    wide = max(problem.hidden_size, problem.intermediate_size) >= _WIDE_STAGING
+    staging_mode = (4 if wide else 2) if large else 0
+    values = (
+        sm90_heuristics.aligned_tokens(problem),
+        problem.hidden_size,
+        problem.intermediate_size,
+        problem.num_experts,
+        problem.top_k,
+        schedule.experts_per_wave,
+        schedule.block_m,
+        BLOCK_N,
+        BLOCK_K,
+        sm90_heuristics.pool_tokens(problem),
+        2 * ring,
+        ring,
+        schedule.stages,
+        FRONT_THREADS,
+        FRONT_THREADS,
+        MATH_THREADS,
+        device.num_sms,
+        problem.num_ranks,
+        cpp_float(problem.clamp),
+        problem.fast_math,
+        0,
+        large,
+        counts_arrivals,
+        not counts_arrivals,
+        large,
+        schedule.cluster,
+        schedule.cluster == 2,
+        schedule.lag,
+        4 if large else 0,
+        False,
+        False,
+        staging_mode,
+        schedule.programmatic,
+        int(schedule.early_combine),
+        schedule.publish_batch,
+        schedule.programmatic,
+    )
+    return tuple(cpp_bool(value) if isinstance(value, bool) else str(value) for value in values)
+
+
+def _depth(layer: str, problem: Problem) -> int:
+    return problem.hidden_size if layer == "l1" else problem.intermediate_size
+
+
+def _layer(
+    layer: str, operand: str, problem: Problem, layout: BufferLayout, block_m: int
+) -> tuple[KernelArgument, ...]:
+    """Maps of a layer's tokens, their scales and the weights, and a pointer to weight scales."""
+    depth = _depth(layer, problem)
+    rows = 2 * problem.intermediate_size if layer == "l1" else problem.hidden_size
+    scales = layout[f"{layer}_acts_sf"]
+    scale_map = TensorMapSpec(
+        Operand(SYMMETRIC_BUFFER, scales.offset),
+        FLOAT32,
+        scales.shape,
+        (4 * scales.shape[0],),
+        (block_m, 1),
+        SWIZZLE_NONE,
+    )
+    weight_map = TensorMapSpec(
+        Operand(f"{operand}_weight"),
+        UINT8,
+        (depth, rows * problem.local_experts),
+        (depth,),
+        (BLOCK_K, BLOCK_N),
+        SWIZZLE_128B,
+    )
+    return (
+        TensorMap(
+            f"{layer}_acts", _token_map(layer, problem, layout, (BLOCK_K, block_m), SWIZZLE_128B)
+        ),
+        TensorMap(f"{layer}_acts_sf", scale_map),
+        TensorMap(f"{layer}_weights", weight_map),
+        Pointer(f"{layer}_weights_sf", Operand(f"{operand}_weight_scale")),
+    )
+
+
+def _output_map(problem: Problem, layout: BufferLayout, large: bool) -> TensorMap:
+    swizzle = SWIZZLE_128B if large else SWIZZLE_NONE
+    return TensorMap("l1_output", _token_map("l2", problem, layout, (BLOCK_K, 64), swizzle))
+
+
+def _token_map(
+    layer: str, problem: Problem, layout: BufferLayout, box: tuple[int, int], swizzle: int
+) -> TensorMapSpec:
+    acts, depth = layout[f"{layer}_acts"], _depth(layer, problem)
+    base = Operand(SYMMETRIC_BUFFER, acts.offset)
+    return TensorMapSpec(base, UINT8, (depth, acts.shape[0]), (depth,), box, swizzle)
+
+
+def staging_launch(
+    problem: Problem, layout: BufferLayout, routed_scaling_factor: float = 1.0
+) -> KernelLaunch:
+    """The kernel that quantises x [T, H] bfloat16 and widens topk_ids [T, K] int32 into the buffer.
+
+    One block per token; more blocks fill ids with -1 and weights with 0 up to the buffer's end.
+
+    Args:
+        routed_scaling_factor: multiplies every top-k weight.
+    """
+    types = (
+        *("const __nv_bfloat16*", "const int32_t*", "const float*"),
+        *("__nv_fp8_e4m3*", "float*", "int64_t*", "float*"),
+        *(*["uint32_t"] * 5, "float"),
+    )
+    header = "deep_gemm/impls/sm90_mega_moe_pre_dispatch.cuh"
+    symbol = "sm90_mega_moe_pre_dispatch_kernel"
+    kernel = KernelSpec("sgl", ARCH, header, symbol, ("128", "false"), types)
+    arguments = (
+        *staging_inputs(problem),
+        *(region_pointer(layout, name) for name in ("x", "x_sf", "topk_idx", "topk_weights")),
+        *staging_sizes(problem, layout, problem.hidden_size // 128),
+        Float32("routed_scaling_factor", routed_scaling_factor),
+    )
+    threads = problem.hidden_size // 8
+    config = LaunchConfig((staging_blocks(problem, layout), 1, 1), (threads, 1, 1))
+    return KernelLaunch(kernel, config, arguments)

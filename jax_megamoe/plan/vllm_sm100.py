@@ -1,0 +1,130 @@
+"""Launches of the vllm source's SM100 kernels for MXFP4, MXFP8 and BF16 weights.
+
+This source has no staging kernel: a plan holds the launch alone, and the caller fills the buffer's
+input regions.
+"""
+
+from dataclasses import replace
+
+from jax_megamoe.plan.arithmetic import cpp_bool, cpp_float
+from jax_megamoe.plan.device import DeviceSpec
+from jax_megamoe.plan.family import (
+    BF16_ACTIVATIONS,
+    BF16_WEIGHTS,
+    FP4_WEIGHTS,
+    FP8_ACTIVATIONS,
+    FP8_WEIGHTS,
+    Family,
+)
+from jax_megamoe.plan.launch import (
+    Float32,
+    KernelArgument,
+    KernelLaunch,
+    SymmetricBuffer,
+    Uint32,
+    optional,
+)
+from jax_megamoe.plan.problem import Problem
+from jax_megamoe.plan.sm100 import Launcher
+
+MAX_INTERMEDIATE = 4096
+"""A 64-bit mask has one bit per 64 columns of layer 1's output."""
+
+FP8 = Family(
+    source="vllm",
+    stem="sm100_fp8_fp4_mega_moe",
+    activations=FP8_ACTIVATIONS,
+    scale_block=32,
+    weights={"mxfp4": FP4_WEIGHTS, "mxfp8": FP8_WEIGHTS},
+    shared={"mxfp8": FP8_WEIGHTS},
+    block_k=128,
+    operand_bits=8,
+    reduces_amax=True,
+    max_intermediate=MAX_INTERMEDIATE,
+    activation_names=("swiglu", "swiglustep"),
+)
+SITU = replace(FP8, stem="sm100_fp8_fp4_mega_moe_situ", activation_names=("situ",))
+BF16 = Family(
+    source="vllm",
+    stem="sm100_bf16_mega_moe",
+    activations=BF16_ACTIVATIONS,
+    scale_block=0,
+    weights={"bf16": BF16_WEIGHTS},
+    shared={"bf16": BF16_WEIGHTS},
+    block_k=64,
+    operand_bits=16,
+    tail="norms",
+    max_intermediate=MAX_INTERMEDIATE,
+    activation_names=("swiglu", "swiglustep"),
+)
+
+
+def arch(device: DeviceSpec) -> str:
+    """The compiler's architecture for this source."""
+    return "sm_103f" if device.arch == 103 else "sm_100f"
+
+
+def clamps(problem: Problem) -> list[str]:
+    """Template arguments of the clamp, and whether it caps the gate after SiLU."""
+    return [cpp_float(problem.clamp), cpp_bool(problem.activation == "swiglustep")]
+
+
+def mega_launch(family: Family, problem: Problem, device: DeviceSpec) -> KernelLaunch:
+    """The kernel from dispatch to combine. Limits are not checked here."""
+    launcher = Launcher(family, problem, device)
+    return _bf16(launcher) if family is BF16 else _fp8(launcher)
+
+
+def _fp8(launcher: Launcher) -> KernelLaunch:
+    problem, family = launcher.problem, launcher.family
+    template = [
+        *launcher.head(),
+        *map(str, launcher.tiles.store_m),
+        str(launcher.tiles.scale_m),
+        "128",
+        *launcher.rings(),
+        *launcher.machine(),
+        *([] if family is SITU else clamps(problem)),
+        cpp_float(problem.alpha),
+        cpp_float(problem.beta),
+        cpp_bool(problem.fast_math),
+        family.weights[problem.weight_format].cpp_type,
+    ]
+    arguments: list[KernelArgument] = [
+        launcher.output(),
+        launcher.stats(),
+        Uint32("num_tokens", problem.num_tokens),
+        SymmetricBuffer("sym_buffer"),
+        *launcher.maps(),
+        launcher.locality(),
+    ]
+    types = ["void*", "int*", "uint32_t", "const uint8_t*"]
+    return launcher.launch(template, arguments, types, arch(launcher.device))
+
+
+def _bf16(launcher: Launcher) -> KernelLaunch:
+    problem = launcher.problem
+    template = [
+        *launcher.head(),
+        str(launcher.tiles.store_m[0]),
+        *launcher.rings(),
+        *launcher.machine(),
+        *clamps(problem),
+        cpp_float(problem.alpha),
+        cpp_float(problem.beta),
+        cpp_bool(problem.fast_math),
+        cpp_bool(problem.post_norm),
+    ]
+    gamma = "post_expert_norm_gamma"
+    arguments: list[KernelArgument] = [
+        launcher.output(),
+        launcher.stats(),
+        Uint32("num_tokens", problem.num_tokens),
+        optional(gamma, gamma, problem.post_norm),
+        Float32("post_expert_norm_eps", problem.post_norm_eps if problem.post_norm else 0.0),
+        SymmetricBuffer("sym_buffer"),
+        *launcher.maps(),
+        launcher.locality(),
+    ]
+    types = ["void*", "int*", "uint32_t", "const float*", "float", "const uint8_t*"]
+    return launcher.launch(template, arguments, types, arch(launcher.device))
