@@ -189,6 +189,34 @@ def split_blocks(name: str, x: jax.Array, block: int) -> jax.Array:
     return x.reshape(*leading, size // block, block)
 
 
+def check_tiles(name: str, shape: tuple[int, ...], grid: tuple[int, ...]) -> None:
+    """Raises ValueError, with both shapes, unless scales of `shape` repeated along their last two
+    axes can fill `grid` exactly."""
+    alike = len(shape) == len(grid) and shape[:-2] == grid[:-2]
+    if not alike or any(g % s if s else g for s, g in zip(shape, grid, strict=True)):
+        raise ValueError(
+            _checks.message(
+                name,
+                f"a grid that tiles {list(grid)} exactly",
+                f"shape {list(shape)}",
+                "a scale covers the same whole number of rows and columns everywhere",
+            )
+        )
+
+
+def expand_scales(name: str, scales: Array, grid: tuple[int, ...]) -> Array:
+    """`scales` repeated along its last two axes (one if it has no more) to the shape `grid`.
+
+    Raises:
+        ValueError: `scales` does not tile `grid` exactly; the message has both shapes.
+    """
+    check_tiles(name, scales.shape, grid)
+    for axis, (size, wanted) in enumerate(zip(scales.shape, grid, strict=True)):
+        if size != wanted:
+            scales = scales.repeat(wanted // size, axis=axis)
+    return scales
+
+
 def block_amax(x: jax.Array, axes: Sequence[int], *, skip_nan: bool = False) -> jax.Array:
     """The largest magnitude over `axes`, which stay with size 1; a NaN wins unless it is
     skipped."""
@@ -199,10 +227,13 @@ def block_amax(x: jax.Array, axes: Sequence[int], *, skip_nan: bool = False) -> 
 
 
 def divide(a: jax.Array, b: ArrayLike) -> jax.Array:
-    """`a / b`, each quotient correctly rounded: the barrier hides from XLA that `b` is constant or
-    broadcast."""
+    """`a / b`, each quotient correctly rounded.
+
+    The barriers hide from XLA that `b` is constant or broadcast, and from what divides by the
+    quotient that it is one: 1 / (a / b) would become b / a.
+    """
     divisor = jnp.broadcast_to(jnp.asarray(b, jnp.float32), a.shape)
-    return a / lax.optimization_barrier(divisor)
+    return lax.optimization_barrier(a / lax.optimization_barrier(divisor))
 
 
 def times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:

@@ -4,9 +4,9 @@ the kernels take them.
 Plain jnp in float32, the same bits eager and jitted on the CPU; on a GPU a division may be off by
 one unit in the last place, which only NVFP4 and float32 scales have. Every quantiser works along
 the last axis K, keeps the leading ones and returns `(values, scales)`. Finite input gives finite
-output, and zero stays zero (E4M3 keeps its sign). A NaN stays in its block: E4M3 values hold it
-themselves, an E2M1 block, whose values cannot, gets the scale NaN. UE8M0 byte b is 2^(b - 127), 255
-is NaN.
+values and scales, and zero stays zero (E4M3 keeps its sign). A NaN stays in its block: E4M3 values
+hold it themselves, an E2M1 block, whose values cannot, gets the scale NaN. UE8M0 byte b is
+2^(b - 127), 255 is NaN.
 
 Sources: OCP Microscaling Formats v1.0 for E2M1, E4M3 and UE8M0; vLLM and DeepGEMM for how a scale
 is chosen.
@@ -23,11 +23,11 @@ from jax_megamoe import _checks
 from jax_megamoe.elements import (
     E2M1_MAX,
     E4M3_MAX,
-    Array,
     block_amax,
     decode_e2m1,
     divide,
     encode_e2m1,
+    expand_scales,
     float32_to_ue8m0,
     pack_e2m1,
     pack_words,
@@ -338,29 +338,6 @@ def dequantize_fp8_block(values: ArrayLike, scales: ArrayLike) -> jax.Array:
 
 
 dequantize_tokens_fp8_block = dequantize_fp8_block
-
-
-def expand_scales(name: str, scales: Array, grid: tuple[int, ...]) -> Array:
-    """`scales` repeated along its last two axes (one if it has no more) to the shape `grid`.
-
-    Raises:
-        ValueError: `scales` does not tile `grid` exactly; the message has both shapes.
-    """
-    shape = tuple(scales.shape)
-    alike = len(shape) == len(grid) and shape[:-2] == grid[:-2]
-    if not alike or any(g % s if s else g for s, g in zip(shape, grid, strict=True)):
-        raise ValueError(
-            _checks.message(
-                name,
-                f"a grid that tiles {list(grid)} exactly",
-                f"shape {list(shape)}",
-                "a scale covers the same whole number of rows and columns everywhere",
-            )
-        )
-    for axis in range(max(0, len(grid) - 2), len(grid)):
-        if grid[axis] != shape[axis]:
-            scales = scales.repeat(grid[axis] // shape[axis], axis=axis)
-    return scales
 
 
 def shared_scale_rows(num_tokens: int, block_m: int) -> np.ndarray:

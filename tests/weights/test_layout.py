@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_megamoe.quantization import expand_scales, unpack_words
+from jax_megamoe.elements import expand_scales, unpack_words
 from jax_megamoe.weights import layout
 from tests import golden_records as golden
 
