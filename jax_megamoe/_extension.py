@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 from types import ModuleType
+from typing import Any
 
 import jax
 
@@ -28,8 +29,10 @@ def encode_kernel(spec: KernelSpec) -> str:
 
 def decode_kernel(text: str) -> KernelSpec:
     """The inverse of `encode_kernel`."""
-    fields = json.loads(text)
-    return KernelSpec(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+    fields: dict[str, Any] = json.loads(text)
+    for name in ("template_args", "parameter_types"):
+        fields[name] = tuple(fields[name])
+    return KernelSpec(**fields)
 
 
 def _cubin(spec: str) -> bytes:

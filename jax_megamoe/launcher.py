@@ -27,6 +27,7 @@ from jax_megamoe.plan.launch import (
     LaunchPlan,
     Pointer,
     SymmetricBuffer,
+    TensorMap,
     Uint32,
 )
 from jax_megamoe.plan.operand import SYMMETRIC_BUFFER, Operand
@@ -64,7 +65,7 @@ def launch(
             the symmetric buffer and `buffer_key` is empty.
     """
     _extension.module()
-    arrays = dict(operands)
+    arrays: dict[str, Any] = dict(operands)
     arrays.update({name: np.frombuffer(data, np.uint8) for name, data in plan.constants})
     names, result_names = list(arrays), list(results)
     attributes = encode(plan, names, result_names, buffer_key=buffer_key)
@@ -168,10 +169,9 @@ def _argument(
     argument: KernelArgument, places: Mapping[str, tuple[str, int]]
 ) -> dict[str, Attribute]:
     match argument:
-        case Pointer(operand=None):
-            return {"kind": "pointer", "base": "null"}
-        case Pointer(operand=Operand() as operand):
-            return {"kind": "pointer", **_address(operand, places)}
+        case Pointer(operand=operand):
+            address = _address(operand, places) if operand else {"base": "null"}
+            return {"kind": "pointer", **address}
         case Uint32(value=value):
             return {"kind": "uint32", "value": value}
         case Float32(value=value):
@@ -180,8 +180,8 @@ def _argument(
             if SYMMETRIC_BUFFER not in places:
                 raise _unknown(SYMMETRIC_BUFFER, places)
             return {"kind": "symmetric_buffer"}
-        case _:
-            return {"kind": "tensor_map", **_tensor_map(argument.spec, places)}
+        case TensorMap(spec=spec):
+            return {"kind": "tensor_map", **_tensor_map(spec, places)}
 
 
 def _tensor_map(spec: TensorMapSpec, places: Mapping[str, tuple[str, int]]) -> dict[str, Attribute]:

@@ -8,11 +8,13 @@ import plans
 import pytest
 
 from jax_megamoe import _extension, launcher
-from jax_megamoe.plan.launch import Pointer
+from jax_megamoe.plan.launch import KernelLaunch, LaunchPlan, Pointer
 from jax_megamoe.plan.operand import Operand
 
 
-def encode(plan: object = None, buffer_key: str = "buffer") -> dict[str, launcher.Attribute]:
+def encode(
+    plan: LaunchPlan | None = None, buffer_key: str = "buffer"
+) -> dict[str, launcher.Attribute]:
     """whole_plan's attributes, or another's."""
     return launcher.encode(
         plan or plans.whole_plan(), ["x", "w", "table"], ["y"], buffer_key=buffer_key
@@ -71,7 +73,9 @@ def test_a_plan_without_the_buffer_names_none() -> None:
 
 def test_unknown_arrays_are_refused() -> None:
     plan = plans.pointer_plan()
-    step = dataclasses.replace(plan.steps[0], arguments=(Pointer("z", Operand("z")),))
+    (step,) = plan.steps
+    assert isinstance(step, KernelLaunch)
+    step = dataclasses.replace(step, arguments=(Pointer("z", Operand("z")),))
     text = "plan: expected arrays among ['symmetric_buffer', 'table', 'w', 'x', 'y'], got 'z'; pass"
     with pytest.raises(ValueError, match=re.escape(text)):
         encode(dataclasses.replace(plan, steps=(step,)))

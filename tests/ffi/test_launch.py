@@ -1,7 +1,7 @@
 """Jitted calls on the CPU platform, down to what the recording driver was asked to do."""
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import jax
@@ -42,8 +42,8 @@ def num_ranks(request: pytest.FixtureRequest) -> Iterator[int]:
     unregister(request.param)
 
 
-def call(symbol: str, num_ranks: int, **options: bool) -> jax.stages.Wrapped:
-    """whole_plan, jitted over a mesh of that many CPU devices."""
+def call(symbol: str, num_ranks: int, **options: bool) -> Callable[[], jax.Array]:
+    """A call of whole_plan, jitted over a mesh of that many CPU devices."""
     plan = plans.whole_plan(num_ranks, symbol)
     mesh = jax.make_mesh((num_ranks,), ("ep",), devices=jax.devices()[:num_ranks])
 
