@@ -6,6 +6,10 @@ from jax_megamoe.plan.kernel import KernelSpec
 CODEGEN_VERSION = 1
 """Part of every cache key; raised whenever the text below changes."""
 
+# Structs passed by value: bytes and alignment with which the launcher lays them out
+# (deepgemm-abi.md section 8).
+_STRUCTS = {"deep_gemm::layout::SymBuffer": (592, 8), "cute::TmaDescriptor": (128, 128)}
+
 
 def generate(spec: KernelSpec, source: KernelSource) -> str:
     """C++ text whose compilation holds exactly one kernel: `spec`'s.
@@ -13,24 +17,28 @@ def generate(spec: KernelSpec, source: KernelSource) -> str:
     The kernel is instantiated by taking its address, since its ``__grid_constant__`` parameters
     cannot be spelled in an explicit instantiation. Its symbol is mangled and, for most kernels,
     local to the cubin: a loader takes the only kernel there is. A function type other than
-    ``void(parameter types)`` stops the compilation with a message that names the source and its
-    version.
+    ``void(parameter types)``, or a struct of another size, stops the compilation with a message
+    that names the source and its version.
     """
     kernel = f"{spec.symbol}<{', '.join(spec.template_args)}>"
     types = ", ".join(spec.parameter_types)
+    checks = [f"cuda::std::is_same_v<decltype(&{kernel}), void (*)({types})>"]
+    for name in dict.fromkeys(spec.parameter_types):
+        if layout := _STRUCTS.get(name.partition("<")[0]):
+            checks.append(f"sizeof({name}) == {layout[0]} && alignof({name}) == {layout[1]}")
     complaint = (
         f"{source.name} {source.version}: the parameters of {spec.symbol} are not those that "
         "jax_megamoe passes; use a version of the kernel source that it supports"
     )
+    assertions = "\n".join(f'static_assert({check},\n    "{complaint}");' for check in checks)
     return f"""\
 #include <{spec.header}>
 #include <cuda/std/type_traits>
 
 using namespace deep_gemm;
 
-using Kernel = void (*)({types});
-static_assert(cuda::std::is_same_v<decltype(&{kernel}), Kernel>,
-              "{complaint}");
+{assertions}
+
 static void instantiate() {{
   [[maybe_unused]] auto kernel = reinterpret_cast<void*>(&{kernel});
 }}

@@ -4,9 +4,9 @@ import importlib
 import sys
 
 import pytest
+from fake_toolchain import write_headers
 
 from jax_megamoe.compile import builder, toolkit
-from tests.compile.fake_toolchain import write_headers
 
 VARIABLES = (
     "JAX_MEGAMOE_SGL_ROOT",

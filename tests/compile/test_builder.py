@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from fake_toolchain import SPEC, FakeCompiler, cubin, write_toolkit
 
 from jax_megamoe.compile import (
     CompileError,
@@ -23,7 +24,6 @@ from jax_megamoe.compile import (
     find_source,
 )
 from jax_megamoe.compile.cache import KernelCache, cache_folder
-from tests.compile.fake_toolchain import SPEC, FakeCompiler, cubin, write_toolkit
 
 pytestmark = pytest.mark.usefixtures("source")
 

@@ -1,10 +1,12 @@
 """codegen.py: the text that instantiates one kernel."""
 
+import dataclasses
 from pathlib import Path
+
+from fake_toolchain import SPEC
 
 from jax_megamoe.compile.codegen import generate
 from jax_megamoe.compile.sources import KernelSource
-from tests.compile.fake_toolchain import SPEC
 
 SOURCE = KernelSource("sgl", "9.9.9", Path("/include"), "0")
 
@@ -12,10 +14,21 @@ SOURCE = KernelSource("sgl", "9.9.9", Path("/include"), "0")
 def test_text_includes_checks_and_instantiates_the_kernel():
     text = generate(SPEC, SOURCE)
     assert text.startswith("#include <deep_gemm/impls/kernel.cuh>\n")
-    assert "using Kernel = void (*)(void*, uint32_t);" in text
-    assert "static_assert(cuda::std::is_same_v<decltype(&kernel<64, true>), Kernel>," in text
+    check = "cuda::std::is_same_v<decltype(&kernel<64, true>), void (*)(void*, uint32_t)>"
+    assert f"static_assert({check},\n" in text
     assert '"sgl 9.9.9: the parameters of kernel are not those that jax_megamoe passes; ' in text
     assert "reinterpret_cast<void*>(&kernel<64, true>)" in text
+
+
+def test_structs_passed_by_value_are_checked_once_each():
+    structs = ("deep_gemm::layout::SymBuffer<8>", "cute::TmaDescriptor", "cute::TmaDescriptor")
+    spec = dataclasses.replace(SPEC, parameter_types=("void*", *structs))
+    text = generate(spec, SOURCE)
+    assert text.count("static_assert(") == 3
+    name = "deep_gemm::layout::SymBuffer<8>"
+    assert f"static_assert(sizeof({name}) == 592 && alignof({name}) == 8,\n" in text
+    name = "cute::TmaDescriptor"
+    assert f"static_assert(sizeof({name}) == 128 && alignof({name}) == 128,\n" in text
 
 
 def test_text_depends_on_nothing_of_the_machine():

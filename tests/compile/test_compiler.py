@@ -5,6 +5,7 @@ import types
 from pathlib import Path
 
 import pytest
+from fake_toolchain import write_toolkit
 
 from jax_megamoe.compile.compiler import (
     CompilationFailed,
@@ -14,7 +15,6 @@ from jax_megamoe.compile.compiler import (
     ptxas_resources,
 )
 from jax_megamoe.compile.errors import MissingDependency
-from tests.compile.fake_toolchain import write_toolkit
 
 LOG = """\
 ptxas info    : 3377 bytes gmem

@@ -1,9 +1,9 @@
 """cubin.py on files made here; test_kernels.py reads real ones."""
 
 import pytest
+from fake_toolchain import cubin
 
 from jax_megamoe.compile.cubin import Parameter, read_kernels
-from tests.compile.fake_toolchain import cubin
 
 
 def test_parameters_are_read_in_order():

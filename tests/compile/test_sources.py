@@ -4,10 +4,10 @@ import importlib
 import sys
 
 import pytest
+from fake_toolchain import write_headers
 
 from jax_megamoe.compile.errors import MissingDependency
 from jax_megamoe.compile.sources import find_source
-from tests.compile.fake_toolchain import write_headers
 
 pytestmark = pytest.mark.usefixtures("clean")
 

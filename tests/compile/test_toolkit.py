@@ -1,10 +1,10 @@
 """toolkit.py: which CUDA is used, and what is said of one that will not do."""
 
 import pytest
+from fake_toolchain import write_toolkit
 
 from jax_megamoe.compile.errors import MissingDependency
 from jax_megamoe.compile.toolkit import find_toolkit
-from tests.compile.fake_toolchain import write_toolkit
 
 
 def test_wheels_come_before_cuda_home(machine, monkeypatch):
