@@ -2,6 +2,7 @@
 
 import functools
 
+import golden_records as golden
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -12,24 +13,8 @@ from hypothesis import strategies as st
 
 from jax_megamoe import quantization as q
 from jax_megamoe.elements import to_e4m3
-from tests import golden_records as golden
 
 EAGER_AND_JIT = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-STRICT = {"jax_numpy_dtype_promotion": "strict", "jax_numpy_rank_promotion": "raise"}
-
-
-@pytest.fixture(autouse=True)
-def strict_jax():
-    before = {name: getattr(jax.config, name) for name in STRICT}
-    for name, value in STRICT.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-
-
-def words(scales):
-    return q.pack_words(scales)
 
 
 CASTS = {
@@ -48,12 +33,8 @@ def test_casts_are_the_recorded_ones(name, wrap):
     values, scales = wrap(CASTS[name])(golden.bfloat16("casts", "cast_in_256"))
     golden.assert_recorded("casts", f"{name}_q", values)
     if scales.dtype != jnp.float32:
-        scales = (
-            scales
-            if scales.shape[-1] % 4 == 0
-            else jnp.pad(scales, ((0, 0), (0, 4 - scales.shape[-1])), constant_values=127)
-        )
-        scales = words(scales)
+        missing = -scales.shape[-1] % 4  # the record pads a word with scales of 1
+        scales = q.pack_words(jnp.pad(scales, ((0, 0), (0, missing)), constant_values=127))
     golden.assert_recorded("casts", f"{name}_sf", scales)
 
 
@@ -63,7 +44,7 @@ def test_nvfp4_with_a_block_floor_is_vllms_cast(wrap, reciprocal):
     cast = wrap(lambda x: q.quantize_nvfp4(x, jnp.float32(1), reciprocal=reciprocal))
     values, scales = cast(golden.bfloat16("casts", "cast_in_256"))
     golden.assert_recorded("casts", "nvfp4_256_q_vllm", values)
-    golden.assert_recorded("casts", "nvfp4_256_sf_vllm", words(scales))
+    golden.assert_recorded("casts", "nvfp4_256_sf_vllm", q.pack_words(scales))
 
 
 @EAGER_AND_JIT
@@ -72,7 +53,7 @@ def test_mxfp8_tokens_are_the_recorded_ones(wrap):
         x = golden.bfloat16("staging", f"{name}_x")
         values, exponents = wrap(q.quantize_tokens_mxfp8)(x)
         golden.assert_recorded("staging", f"{name}_mxfp8_x", values)
-        golden.assert_recorded("staging", f"{name}_mxfp8_x_sf", words(exponents))
+        golden.assert_recorded("staging", f"{name}_mxfp8_x_sf", q.pack_words(exponents))
 
 
 @EAGER_AND_JIT
@@ -80,16 +61,16 @@ def test_fp4_tokens_are_the_recorded_ones(wrap):
     x = golden.bfloat16("staging", "stage_256_x")
     values, scales, token_scale = wrap(q.quantize_tokens_nvfp4)(x)
     golden.assert_recorded("staging", "stage_256_nvfp4_x", values)
-    golden.assert_recorded("staging", "stage_256_nvfp4_x_sf", words(scales))
+    golden.assert_recorded("staging", "stage_256_nvfp4_x_sf", q.pack_words(scales))
     golden.assert_recorded("staging", "stage_256_nvfp4_x_scales", token_scale)
     sgl = wrap(lambda x: q.quantize_tokens_nvfp4(x, source="sgl"))
     values, scales, token_scale = sgl(x)
     golden.assert_recorded("staging", "stage_256_sgl_nvfp4_x", values)
-    golden.assert_recorded("staging", "stage_256_sgl_nvfp4_x_sf", words(scales))
+    golden.assert_recorded("staging", "stage_256_sgl_nvfp4_x_sf", q.pack_words(scales))
     golden.assert_recorded("staging", "stage_256_sgl_nvfp4_x_scales", token_scale)
     values, exponents = wrap(q.quantize_mxfp4)(x)
     golden.assert_recorded("staging", "stage_256_sgl_mxf4_x", values)
-    golden.assert_recorded("staging", "stage_256_sgl_mxf4_x_sf", words(exponents))
+    golden.assert_recorded("staging", "stage_256_sgl_mxf4_x_sf", q.pack_words(exponents))
 
 
 @EAGER_AND_JIT

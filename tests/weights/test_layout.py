@@ -1,5 +1,6 @@
 """layout.py against the recorded layouts, behaviour's index formulas, and its own inverses."""
 
+import golden_records as golden
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -10,7 +11,6 @@ from hypothesis import strategies as st
 
 from jax_megamoe.elements import expand_scales, unpack_words
 from jax_megamoe.weights import layout
-from tests import golden_records as golden
 
 CASES = ["E2_H256_I128", "E1_H512_I256"]
 HOST_OR_DEVICE = pytest.mark.parametrize("put", [np.asarray, jnp.asarray], ids=["numpy", "jax"])

@@ -1,5 +1,6 @@
 """requantize.py: what is kept, what is converted by value, and every refusal."""
 
+import golden_records as golden
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -10,7 +11,6 @@ from jax_megamoe import quantization as q
 from jax_megamoe.elements import expand_scales
 from jax_megamoe.formats import WEIGHT_FORMATS
 from jax_megamoe.weights.requantize import SourceMatrix, quantize_matrix, requantize
-from tests import golden_records as golden
 
 E4M3 = ml_dtypes.float8_e4m3fn
 E8M0 = ml_dtypes.float8_e8m0fnu
