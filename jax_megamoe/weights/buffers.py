@@ -9,7 +9,7 @@ CPU device takes it without a copy.
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -27,7 +27,7 @@ from jax_megamoe.weights.requantize import QuantizedMatrix
 _ALIGNMENT = 64
 
 Range = tuple[int, int]
-"""First and last + 1 physical expert of a buffer; a fused shared expert has the range (0, 1)."""
+"""First and last + 1 entry of a field's leading axis: experts, or a shared expert's rows."""
 
 
 @dataclass(frozen=True)
@@ -44,31 +44,44 @@ class Placement:
     shared: Sharding | None
     held: np.ndarray
 
-    @cached_property
-    def ranges(self) -> dict[Range, list[jax.Device | None]]:
-        """The devices of each range of experts that this process holds."""
-        return self.devices_of(self.routed, (self.held.size,))
-
-    def devices_of(
-        self, sharding: Sharding | None, shape: tuple[int, ...]
-    ) -> dict[Range, list[jax.Device | None]]:
-        """This process's devices by range of the leading axis; [None] for the default device."""
+    def ranges(self, name: str, size: int) -> dict[Range, list[jax.Device | None]]:
+        """This process's devices by range of a field's leading axis; [None] for the default one."""
+        sharding = self.shared if name.startswith("shared_") else self.routed
         if sharding is None:
-            return {(0, shape[0]): [None]}
+            return {(0, size): [None]}
         ranges: dict[Range, list[jax.Device | None]] = defaultdict(list)
-        for device, index in sharding.addressable_devices_indices_map(shape).items():
-            start, stop, _ = index[0].indices(shape[0])
+        for device, index in sharding.addressable_devices_indices_map((size,)).items():
+            start, stop, _ = index[0].indices(size)
             ranges[start, stop].append(device)
         return dict(ranges)
+
+    def to_devices(
+        self, name: str, shape: tuple[int, ...], part: Callable[[Range], np.ndarray]
+    ) -> jax.Array:
+        """A field on its devices.
+
+        Args:
+            name: the field.
+            shape: of the whole.
+            part: its entries in a range of the leading axis.
+        """
+        sharding = self.shared if name.startswith("shared_") else self.routed
+        ranges = self.ranges(name, shape[0])
+        if sharding is None:
+            return jax.device_put(part(next(iter(ranges))))
+        arrays: list[jax.Array] = []
+        for entries, devices in ranges.items():
+            held = part(entries)
+            arrays += [jax.device_put(held, device) for device in devices]
+        return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
     @cached_property
     def slots(self) -> dict[int, list[tuple[Range, int]]]:
         """Where each logical expert that this process holds goes: range and index within it."""
         slots: dict[int, list[tuple[Range, int]]] = defaultdict(list)
-        for start, stop in self.ranges:
+        for start, stop in self.ranges("w13_weight", self.held.size):
             for physical in range(start, stop):
                 slots[int(self.held[physical])].append(((start, stop), physical - start))
-        slots[SHARED] = [((0, 1), 0)]
         return dict(slots)
 
 
@@ -190,24 +203,14 @@ class ParameterBuffers:
     def finish(self) -> ExpertWeights:
         """The parameters on their devices; the buffers are given up one field after another."""
         names = list(self._buffers)
-        arrays = {name: self._to_devices(name, self._buffers.pop(name)) for name in names}
+        arrays = {name: self._placed(name) for name in names}
         if self._initial is not None:
             return replace(self._initial, **arrays)
         return ExpertWeights(**arrays, format=self._config.weight_format.name, layout=self._layout)
 
-    def _to_devices(self, name: str, buffers: dict[Range, np.ndarray]) -> jax.Array:
-        shared = name.startswith("shared_")
-        sharding = self._placement.shared if shared else self._placement.routed
-        if sharding is None:
-            return jax.device_put(next(iter(buffers.values())))
-        shape = self._shapes[name].shape
-        ranges = self._placement.devices_of(sharding, shape)
-        arrays = [
-            jax.device_put(next(iter(buffers.values())) if shared else buffers[range_], device)
-            for range_, devices in ranges.items()
-            for device in devices
-        ]
-        return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+    def _placed(self, name: str) -> jax.Array:
+        buffers = self._buffers.pop(name)
+        return self._placement.to_devices(name, self._shapes[name].shape, buffers.__getitem__)
 
     def _targets(self, name: str, expert: int) -> Iterable[np.ndarray]:
         buffers = self._field_buffers(name)
@@ -223,18 +226,20 @@ class ParameterBuffers:
 
     def _made(self, name: str) -> dict[Range, np.ndarray]:
         struct = self._shapes[name]
-        before = None if self._initial is None else getattr(self._initial, name)
-        shared = name.startswith("shared_")
-        ranges: Iterable[Range] = [(0, 1)] if shared else self._placement.ranges
+        before = None
+        if self._initial is not None:
+            before = getattr(self._initial, name)
+            if before is None:
+                expected = "parameters that have it already"
+                hint = "load all experts anew"
+                raise ValueError(_checks.message(f"initial {name}", expected, None, hint))
         buffers = {
-            (start, stop): _aligned(
-                struct.shape if shared else (stop - start, *struct.shape[1:]), struct.dtype
-            )
-            for start, stop in ranges
+            (start, stop): _aligned((stop - start, *struct.shape[1:]), struct.dtype)
+            for start, stop in self._placement.ranges(name, struct.shape[0])
         }
         for shard in () if before is None else before.addressable_shards:
             start, stop, _ = shard.index[0].indices(struct.shape[0])
-            np.copyto(buffers[(0, 1) if shared else (start, stop)], np.asarray(shard.data))
+            np.copyto(buffers[start, stop], np.asarray(shard.data))
         return buffers
 
     def _order(self, expert: int, part: str) -> "_Order":

@@ -29,6 +29,7 @@ from jax_megamoe.weights.gather import GateUpOrder, Gathering, Key
 from jax_megamoe.weights.params import ExpertWeights, check_weights, default_layout
 from jax_megamoe.weights.projection import Cache, Projection, bias, scalar
 from jax_megamoe.weights.requantize import SourceMatrix, requantize
+from jax_megamoe.weights.select import read_quantization_config, stored_scheme
 from jax_megamoe.weights.source import Checkpoint, HeldTensor, StoredTensor
 
 Pairs = Iterable[tuple[str, Any]] | Mapping[str, Any]
@@ -85,6 +86,55 @@ def load_experts(
         gate_up_order=gate_up_order,
         stored_sizes=stored_sizes,
     )
+    is_path = isinstance(checkpoint, str | Path)
+    if quantization_config is None and is_path:
+        quantization_config = read_quantization_config(checkpoint)
+    stored_scheme(quantization_config, prefix)
+    if is_path:
+        loader.read(checkpoint, progress=progress)
+    else:
+        loader.add(checkpoint, progress=progress)
+    return loader.finish()
+
+
+def reload_experts(
+    config: MoEConfig,
+    weights: ExpertWeights,
+    checkpoint: str | Path | Pairs,
+    *,
+    prefix: str,
+    physical_to_logical: np.ndarray | None = None,
+    gate_up_order: GateUpOrder | None = None,
+    stored_sizes: tuple[int, int] | None = None,
+    progress: bool = False,
+) -> ExpertWeights:
+    """Parameters with what the checkpoint holds in place of theirs, on the same devices.
+
+    For weight updates: all tensors of the layer or a few, but a weight with its scales, and NVFP4's
+    gate with its up. `weights` are not changed, nor are fields that nothing came for copied.
+
+    Args:
+        config: the layer.
+        weights: its parameters.
+        checkpoint: see `load_experts`, as for the other arguments.
+        prefix: of the experts' names.
+        physical_to_logical: int [num_experts], the logical expert that each slot holds after a
+            rebalance; None: p % num_logical_experts.
+        gate_up_order: see `load_experts`.
+        stored_sizes: see `load_experts`.
+        progress: whether to show a bar.
+
+    Raises:
+        as `load_experts`.
+    """
+    loader = ExpertLoader(
+        config,
+        prefix=prefix,
+        gate_up_order=gate_up_order,
+        stored_sizes=stored_sizes,
+        initial=weights,
+        physical_to_logical=physical_to_logical,
+    )
     if isinstance(checkpoint, str | Path):
         loader.read(checkpoint, progress=progress)
     else:
@@ -126,7 +176,7 @@ class ExpertLoader:
             check_weights(config, initial)
             placement = placement_of(initial, placement)
         self._has_shared = bool(config.num_shared_experts and config.shared_format)
-        self._local = {expert for expert in placement.slots if expert != SHARED}
+        self._local = set(placement.slots)
         self._gathering = Gathering(
             config,
             Dialect(prefix, config.logical_experts, shared=self._has_shared),
@@ -200,6 +250,9 @@ class ExpertLoader:
         return weights
 
     def _stored(self, source: Checkpoint) -> Iterator[tuple[StoredTensor, Role]]:
+        if not any(self._gathering.concerns(name) for name in source.files):
+            expected = f"the beginning of names in {source.path}"
+            raise ValueError(_checks.message("prefix", expected, repr(self._prefix)))
         for name in source.files:
             role = self._gathering.role(name)
             if role is not None:

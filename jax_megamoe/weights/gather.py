@@ -66,6 +66,10 @@ class Gathering:
         self._undecided: list[tuple[Tensor, Role]] = []
         self._seen: dict[tuple[int, Part, Kind], str] = {}
 
+    def concerns(self, name: str) -> bool:
+        """Whether the name begins as these experts' do."""
+        return name.startswith(f"{self._dialect.prefix}.")
+
     def role(self, name: str) -> Role | None:
         """What the tensor is, see `Dialect.role`; None too for one whose bytes nobody needs."""
         role = self._dialect.role(name)
