@@ -106,7 +106,7 @@ class Family:
     scale_block: int
     weights: Mapping[str, Weights]
     shared: Mapping[str, Weights]
-    shared_activations: Mapping[str, Activations] = field(default_factory=dict)
+    shared_activations: Mapping[str, Activations] = field(default_factory=dict[str, Activations])
     shared_source: Literal["x", "own", "caller"] = "x"
     block_k: int
     operand_bits: int

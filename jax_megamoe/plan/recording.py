@@ -97,7 +97,7 @@ def unchecked_record(inputs: Record) -> Record:
 
 def buffer_record(inputs: Record) -> Record:
     """The buffer's part of a record: sizes, slices and the queried tile height."""
-    problem, device, family = _problem(inputs), _device(inputs), _family(inputs)
+    problem, device, family = problem_of(inputs), device_of(inputs), family_of(inputs)
     layout = _layout(inputs)
     if family is None:
         names = (*_INPUT_SLICES, *_RING_SLICES)
@@ -106,7 +106,7 @@ def buffer_record(inputs: Record) -> Record:
         scales = ("x_scales",) if family.tail == "scales" else ()
         names = (*_INPUT_SLICES, *_SHARED_SLICES, *_RING_SLICES, *scales)
         alignment = heuristics.TOKEN_ALIGNMENT
-    record = {
+    record: Record = {
         "max_tokens_per_rank_aligned": layout.max_num_tokens,
         "token_alignment": alignment,
         "sym_buffer_bytes": layout.num_bytes,
@@ -118,15 +118,16 @@ def buffer_record(inputs: Record) -> Record:
     return record
 
 
-def _device(inputs: Record) -> DeviceSpec:
+def device_of(inputs: Record) -> DeviceSpec:
     return DeviceSpec(inputs["arch"], inputs["num_sms"])
 
 
 def _kernel(inputs: Record) -> str:
-    return _STAGING.get(inputs["kernel"], inputs["kernel"])
+    kernel: str = inputs["kernel"]
+    return _STAGING.get(kernel, kernel)
 
 
-def _family(inputs: Record) -> Family | None:
+def family_of(inputs: Record) -> Family | None:
     """The SM100 family; None for the SM90 kernel."""
     kernel = _kernel(inputs)
     if kernel == "sm90_fp8_mega_moe":
@@ -143,9 +144,9 @@ def _family(inputs: Record) -> Family | None:
     return _FAMILIES[key]
 
 
-def _problem(inputs: Record) -> Problem:
+def problem_of(inputs: Record) -> Problem:
     """The numbers of a record; those a record does not have are DeepGEMM's defaults."""
-    family = _family(inputs)
+    family = family_of(inputs)
     default = "fp8_block" if family is None else next(iter(family.weights))
     renamed = {
         "num_ranks": inputs["num_ranks"],
@@ -173,24 +174,24 @@ def _problem(inputs: Record) -> Problem:
 def _violations(inputs: Record) -> Iterator[Exception]:
     if inputs.get("weight_layout", "megamoe") != "megamoe":
         yield NotImplementedError(message("weight_layout", "megamoe", inputs["weight_layout"]))
-    problem, family = _problem(inputs), _family(inputs)
+    problem, family = problem_of(inputs), family_of(inputs)
     if family is None:
-        yield from limits.sm90_violations(problem, _device(inputs))
+        yield from limits.sm90_violations(problem, device_of(inputs))
     else:
-        yield from limits.sm100_violations(family, problem, _device(inputs))
+        yield from limits.sm100_violations(family, problem, device_of(inputs))
     if inputs["kernel"] in _STAGING:
         yield from limits.staging_violations(problem)
 
 
 def _layout(inputs: Record) -> BufferLayout:
-    family, problem = _family(inputs), _problem(inputs)
+    family, problem = family_of(inputs), problem_of(inputs)
     if family is None:
         return sm90_layout(problem)
     return sm100_layout(family, problem, inputs["num_sms"])
 
 
 def _launch(inputs: Record) -> KernelLaunch:
-    problem, device, family = _problem(inputs), _device(inputs), _family(inputs)
+    problem, device, family = problem_of(inputs), device_of(inputs), family_of(inputs)
     # DeepGEMM's launch counts the shared experts in the weights it is given, not in the buffer.
     problem = replace(problem, num_shared_experts=problem.fused_shared_experts)
     if inputs["kernel"] in _STAGING:

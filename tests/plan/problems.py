@@ -1,0 +1,76 @@
+"""Configs, devices and a strategy of problems for the planner's tests."""
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from jax_megamoe import MoEConfig
+from jax_megamoe.plan import sgl_sm100, vllm_nvfp4, vllm_sm100
+from jax_megamoe.plan.device import DeviceSpec
+from jax_megamoe.plan.family import Family
+from jax_megamoe.plan.problem import Problem
+
+B200 = DeviceSpec(100, 148)
+H100 = DeviceSpec(90, 132)
+
+FAMILIES = (
+    sgl_sm100.FP8,
+    sgl_sm100.MXF4,
+    sgl_sm100.NVFP4,
+    sgl_sm100.BF16,
+    vllm_sm100.FP8,
+    vllm_sm100.SITU,
+    vllm_sm100.BF16,
+    vllm_nvfp4.NVFP4,
+    vllm_nvfp4.FP4_FP4,
+)
+
+
+def config(**fields: Any) -> MoEConfig:
+    """A DeepSeek-sized config with some fields of one's own."""
+    sizes = {
+        "num_experts": 256,
+        "top_k": 8,
+        "hidden_size": 7168,
+        "intermediate_size": 2048,
+        "max_num_tokens": 1024,
+    }
+    return MoEConfig(**(sizes | fields))
+
+
+def example(family: Family | None, **fields: Any) -> Problem:
+    """A DeepSeek-sized problem of a family, None for SM90, with some fields of one's own."""
+    sizes = {
+        "num_ranks": 8,
+        "num_experts": 256,
+        "top_k": 8,
+        "hidden_size": 7168,
+        "intermediate_size": 2048,
+        "max_num_tokens": 1024,
+        "num_tokens": 64,
+        "weight_format": next(iter(family.weights)) if family else "fp8_block",
+        "activation": family.activation_names[0] if family else "swiglu",
+    }
+    return Problem(**(sizes | fields))
+
+
+@st.composite
+def problems(draw: st.DrawFn, family: Family) -> Problem:
+    """Problems that a family's kernel accepts, of small and large sizes."""
+    num_ranks = draw(st.sampled_from([1, 2, 5, 8, 16, 72]))
+    num_experts = num_ranks * draw(st.integers(1, min(64, 2048 // num_ranks)))
+    num_shared = draw(st.integers(0, 2))
+    max_num_tokens = draw(st.integers(1, 8192))
+    return Problem(
+        num_ranks=num_ranks,
+        num_experts=num_experts,
+        top_k=draw(st.integers(1, min(num_experts, 31))),
+        hidden_size=draw(st.sampled_from([256, 1024, 2816, 4096, 6144, 7168, 8192])),
+        intermediate_size=256 * draw(st.integers(1, 16)),
+        max_num_tokens=max_num_tokens,
+        num_tokens=draw(st.integers(0, max_num_tokens)),
+        weight_format=draw(st.sampled_from(sorted(family.weights))),
+        num_shared_experts=num_shared,
+        shared_format=draw(st.sampled_from(sorted(family.shared))) if num_shared else None,
+        activation=family.activation_names[0],
+    )

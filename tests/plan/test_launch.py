@@ -1,0 +1,108 @@
+"""The packed parameter block of every kernel, and what the driver asks of a tensor map."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jax_megamoe.plan import sgl_sm90, sgl_sm100
+from jax_megamoe.plan.launch import (
+    Float32,
+    KernelLaunch,
+    Pointer,
+    SymmetricBuffer,
+    TensorMap,
+    Uint32,
+    parameter_block,
+    parameter_block_bytes,
+)
+from jax_megamoe.plan.planner import mega_launch
+from jax_megamoe.plan.symmetric_buffer import sm90_layout, sm100_layout
+from jax_megamoe.plan.tensor_map import (
+    BFLOAT16,
+    INT32,
+    PACKED_U4_ALIGN8,
+    PACKED_U4_ALIGN16,
+    SWIZZLE_32B,
+    SWIZZLE_64B,
+    SWIZZLE_128B,
+    UINT8,
+)
+from tests.plan.problems import B200, FAMILIES, H100, example, problems
+
+# Bytes of the parameter block, of 26 compiled cubins (deepgemm-abi.md section 8).
+BLOCK_BYTES = {
+    ("sgl", "sm100_fp8_fp4_mega_moe_impl"): 3080,
+    ("sgl", "sm100_bf16_mega_moe_impl"): 1928,
+    ("sgl", "sm90_fp8_mega_moe_impl"): 1664,
+    ("sgl", "mega_moe_pre_dispatch_kernel"): 92,
+    ("sgl", "sm90_mega_moe_pre_dispatch_kernel"): 80,
+    ("vllm", "sm100_fp8_fp4_mega_moe_impl"): 2952,
+    ("vllm", "sm100_fp8_fp4_mega_moe_situ_impl"): 2952,
+    ("vllm", "sm100_nvfp4_mega_moe_impl"): 2944,
+    ("vllm", "sm100_bf16_mega_moe_impl"): 1928,
+    ("vllm", "sm100_fp4_fp4_mega_moe_impl"): 2568,
+}
+ELEMENT_BITS = {UINT8: 8, INT32: 32, BFLOAT16: 16, PACKED_U4_ALIGN8: 4, PACKED_U4_ALIGN16: 4}
+SWIZZLE_BYTES = {SWIZZLE_32B: 32, SWIZZLE_64B: 64, SWIZZLE_128B: 128}
+SIZES = {Pointer: 8, Uint32: 4, Float32: 4, SymmetricBuffer: 592, TensorMap: 128}
+
+
+def launches() -> list[KernelLaunch]:
+    """One launch of every kernel."""
+    fp8, sm90 = sgl_sm100.FP8, example(None)
+    return [
+        *(mega_launch(family, example(family), B200) for family in FAMILIES),
+        sgl_sm100.staging_launch(fp8, example(fp8), sm100_layout(fp8, example(fp8), 148)),
+        sgl_sm90.mega_launch(sm90, H100),
+        sgl_sm90.staging_launch(sm90, sm90_layout(sm90)),
+    ]
+
+
+@pytest.mark.parametrize("launch", launches(), ids=lambda launch: launch.kernel.symbol)
+def test_parameter_block(launch):
+    assert parameter_block_bytes(launch) == BLOCK_BYTES[launch.kernel.source, launch.kernel.symbol]
+    block = parameter_block(launch)
+    assert [size for _, size in block] == [SIZES[type(each)] for each in launch.arguments]
+    # A cubin's parameters start at 0x380 on SM100 and 0x210 on SM90 in the constant bank.
+    base = 0x210 if launch.kernel.arch == "sm_90a" else 0x380
+    end = 0
+    for (offset, size), argument in zip(block, launch.arguments, strict=True):
+        alignment = 128 if isinstance(argument, TensorMap) else min(size, 8)
+        assert end <= offset < end + alignment
+        assert (base + offset) % alignment == 0
+        end = offset + size
+    assert len(launch.kernel.parameter_types) == len(launch.arguments)
+
+
+@given(data=st.data(), family=st.sampled_from(FAMILIES))
+def test_tensor_maps_are_what_the_driver_takes(data, family):
+    """The requirements of `cuTensorMapEncodeTiled`, CUDA driver API reference."""
+    launch = mega_launch(family, data.draw(problems(family)), B200)
+    specs = [each.spec for each in launch.arguments if isinstance(each, TensorMap)]
+    for spec in specs:
+        rank, bits = len(spec.dims), ELEMENT_BITS[spec.dtype]
+        assert (len(spec.strides), len(spec.box)) == (rank - 1, rank)
+        assert spec.base.offset % (32 if spec.dtype == PACKED_U4_ALIGN16 else 16) == 0
+        assert all(0 < size < 2**32 for size in spec.dims) or spec.base.name == "x"
+        assert all(stride % 16 == 0 and stride < 2**40 for stride in spec.strides)
+        assert all(0 < size <= 256 for size in spec.box)
+        assert spec.dims[0] * bits // 8 <= spec.strides[0]
+        if spec.dtype == PACKED_U4_ALIGN16:
+            assert spec.box[0] == 128 and spec.strides[0] % 32 == 0 and spec.dims[0] % 128 == 0
+        row = spec.box[0] * bits // 8
+        assert row % 16 == 0 and row <= SWIZZLE_BYTES.get(spec.swizzle, row)
+
+
+def test_without_shared_experts_the_routed_maps_stand_in():
+    for family in FAMILIES:
+        launch = mega_launch(family, example(family), B200)
+        specs = {each.name: each.spec for each in launch.arguments if isinstance(each, TensorMap)}
+        shared = [name for name in specs if name.startswith("shared_")]
+        assert len(shared) == (5 if family.shared_source == "caller" else len(specs) // 2)
+        assert all(specs[name] == specs[name.removeprefix("shared_")] for name in shared)
+
+
+def test_nothing_is_written_without_tokens():
+    for family in FAMILIES:
+        y = mega_launch(family, example(family, num_tokens=0), B200).arguments[0]
+        assert y == Pointer("y", None)
