@@ -110,13 +110,13 @@ Program::~Program() {
 
 std::shared_ptr<const SymmetricBuffer> Program::FindSymmetricBuffer(int ordinal) {
   auto buffer = SymmetricBuffers::Get().Find(plan_.buffer_key, ordinal);
-  const std::string name = "symmetric buffer \"" + plan_.buffer_key + "\"";
+  const auto name = [&] { return "symmetric buffer \"" + plan_.buffer_key + "\""; };
   if (buffer->num_bytes < plan_.buffer_bytes) {
-    Reject(name, "at least " + std::to_string(plan_.buffer_bytes) + " bytes",
+    Reject(name(), "at least " + std::to_string(plan_.buffer_bytes) + " bytes",
            std::to_string(buffer->num_bytes), "allocate it for this configuration");
   }
   if (buffer->num_ranks != plan_.num_ranks) {
-    Reject(name, std::to_string(plan_.num_ranks) + " ranks", std::to_string(buffer->num_ranks));
+    Reject(name(), std::to_string(plan_.num_ranks) + " ranks", std::to_string(buffer->num_ranks));
   }
   return buffer;
 }
@@ -147,8 +147,8 @@ const Program::Device& Program::Prepared(int ordinal, const CallBuffers& buffers
   }
   for (const int each : ordinals) {
     if (!devices_.contains(each)) devices_.emplace(each, LoadOn(each));
-    // Nodes of a map stay where they are, so the reference outlives the lock.
   }
+  // Entries of a map stay where they are, so the reference outlives the lock.
   return devices_.at(ordinal);
 }
 
@@ -157,8 +157,9 @@ void Program::Prepare(int ordinal, const CallBuffers& buffers) {
   if (!plan_.uses_symmetric_buffer()) return;
   FindSymmetricBuffer(ordinal);
   std::lock_guard lock(mutex_);
-  if (captured_ && pinned_.insert(ordinal).second) {
+  if (captured_ && !pinned_.contains(ordinal)) {
     SymmetricBuffers::Get().Pin(plan_.buffer_key, ordinal);
+    pinned_.insert(ordinal);
   }
 }
 

@@ -273,7 +273,7 @@ LaunchPlan DecodeLaunchPlan(const ffi::Dictionary& attributes) {
       const Address address = DecodeAddress(entry, plan);
       if (address.base == Address::Base::kNull) Reject(entry.Path("base"), "an array", "null");
       plan.steps.emplace_back(
-          Fill{address, static_cast<uint64_t>(entry.Int("num_bytes", 0, kInt64Max))});
+          Fill{address, static_cast<uint64_t>(entry.Int("num_bytes", 1, kInt64Max))});
     } else {
       Reject(entry.Path("kind"), "launch or fill", kind);
     }

@@ -1,11 +1,16 @@
 // The Python module jax_megamoe._ffi (see jax_megamoe/_ffi.pyi).
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
-#include <memory>
+#include <utility>
+#include <vector>
 
+#include "ffi/attributes.h"
 #include "ffi/handler.h"
 #include "ffi/registry.h"
 
@@ -53,6 +58,45 @@ void SetCubinProvider(nb::callable provider) {
   });
 }
 
+using Arrays = std::vector<std::pair<uint64_t, size_t>>;
+
+CallBuffers Buffers(const Arrays& operands, const Arrays& results) {
+  const auto convert = [](const Arrays& arrays) {
+    std::vector<CallBuffers::Array> converted;
+    for (const auto& [address, num_bytes] : arrays) {
+      converted.push_back({reinterpret_cast<void*>(address), num_bytes});
+    }
+    return converted;
+  };
+  return {convert(operands), convert(results)};
+}
+
+void DefineProgram(nb::module_& m) {
+  using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+  nb::class_<Program>(m, "Program")
+      .def(
+          "__init__",
+          [](Program* self, Attributes::Values attributes) {
+            const Attributes decodable(std::move(attributes));
+            new (self) Program(DecodeLaunchPlan(decodable.dictionary()), /*captured=*/false);
+          },
+          nb::arg("attributes"), Unlocked())
+      .def(
+          "prepare",
+          [](Program& self, int ordinal, const Arrays& operands, const Arrays& results) {
+            self.Prepare(ordinal, Buffers(operands, results));
+          },
+          nb::arg("device_ordinal"), nb::arg("operands"), nb::arg("results"), Unlocked())
+      .def(
+          "launch",
+          [](Program& self, int ordinal, uint64_t stream, const Arrays& operands,
+             const Arrays& results) {
+            self.Launch(ordinal, reinterpret_cast<CUstream>(stream), Buffers(operands, results));
+          },
+          nb::arg("device_ordinal"), nb::arg("stream"), nb::arg("operands"), nb::arg("results"),
+          Unlocked());
+}
+
 }  // namespace
 
 NB_MODULE(_ffi, m) {
@@ -74,6 +118,7 @@ NB_MODULE(_ffi, m) {
       nb::arg("captured"));
   m.def("cuda_type", [] { return Type(&CudaProgram::id, CudaTypeInfo()); });
   m.def("cpu_type", [] { return Type(&CpuProgram::id, CpuTypeInfo()); });
+  DefineProgram(m);
   m.def("set_cubin_provider", &SetCubinProvider, nb::arg("provider"));
   m.def(
       "register_symmetric_buffer",

@@ -95,7 +95,9 @@ void SymmetricBuffers::Pin(const std::string& key, int ordinal) {
 
 void SymmetricBuffers::Unpin(const std::string& key, int ordinal) {
   std::lock_guard lock(mutex_);
-  --At(key, ordinal).pins;
+  if (const auto found = entries_.find({key, ordinal}); found != entries_.end()) {
+    --found->second.pins;
+  }
 }
 
 Cubins& Cubins::Get() {

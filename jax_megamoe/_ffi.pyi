@@ -1,6 +1,6 @@
 """The compiled half: FFI handlers that replay launch plans, and the registries behind them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 def cuda_handlers(*, captured: bool) -> dict[str, object]:
     """Capsules of the handlers by stage, for `jax.ffi.register_ffi_target`; `captured`: those that
@@ -14,6 +14,43 @@ def cuda_type() -> dict[str, object]:
 
 def cpu_type() -> dict[str, object]:
     """The state type of the CPU handlers."""
+
+class Program:
+    """A decoded plan, to launch without XLA on any stream: several ranks on one device, for example.
+
+    Arrays are (address, bytes) pairs, in the order of the names that the plan was encoded with.
+    The caller orders its streams, and keeps the arrays alive until they are done.
+    """
+
+    def __init__(self, attributes: Mapping[str, bool | int | float | str | Sequence[int]]) -> None:
+        """Decodes attributes as `jax_megamoe.launcher.encode` makes them, arrays turned into lists.
+
+        Raises:
+            ValueError: an attribute is missing or wrong.
+            RuntimeError: a kernel could not be had.
+        """
+
+    def prepare(
+        self,
+        device_ordinal: int,
+        operands: Sequence[tuple[int, int]],
+        results: Sequence[tuple[int, int]],
+    ) -> None:
+        """Checks the arrays and loads the kernels; before any rank launches.
+
+        Raises:
+            ValueError: arrays or the symmetric buffer do not fit the plan.
+            RuntimeError: no symmetric buffer, no driver, or an error of the driver.
+        """
+
+    def launch(
+        self,
+        device_ordinal: int,
+        stream: int,
+        operands: Sequence[tuple[int, int]],
+        results: Sequence[tuple[int, int]],
+    ) -> None:
+        """Enqueues the plan's steps on a stream (a CUstream as an integer); raises as `prepare`."""
 
 def set_cubin_provider(provider: Callable[[str], bytes]) -> None:
     """Sets what turns a kernel's specification (JSON) into machine code. Called once per kernel and

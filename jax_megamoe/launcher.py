@@ -82,6 +82,26 @@ def launch(
     return {name: _vary(y, axes) for name, y in zip(result_names, outputs, strict=True)}
 
 
+def program(
+    plan: LaunchPlan, operands: Sequence[str], results: Sequence[str], *, buffer_key: str = ""
+) -> Any:
+    """The same plan as a `jax_megamoe._ffi.Program`, to launch outside XLA on streams of one's own.
+
+    Args:
+        plan: what to launch.
+        operands: names of the arrays that `Program.launch` is given, constants among them.
+        results: names of the arrays that the plan writes.
+        buffer_key: as of `launch`. Ranks that share a device each have a key.
+
+    Raises:
+        ImportError, ValueError: as `launch` does.
+        RuntimeError: a kernel could not be had.
+    """
+    attributes = encode(plan, operands, results, buffer_key=buffer_key)
+    plain = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in attributes.items()}
+    return _extension.module().Program(plain)
+
+
 def _varying_axes(array: Any) -> frozenset[str]:
     """Manual mesh axes that `array` varies over; empty outside `shard_map`."""
     return jax.typeof(array).manual_axis_type.varying

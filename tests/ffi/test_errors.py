@@ -56,6 +56,7 @@ def i64(*values: int) -> np.ndarray:
         ("kernels.0.spec", None, "kernels.0.spec: expected a string, got no such attribute"),
         (f"{FILL}.kind", "copy", f"{FILL}.kind: expected launch or fill, got copy"),
         (f"{FILL}.base", "null", f"{FILL}.base: expected an array, got null"),
+        (f"{FILL}.num_bytes", 0, f"{FILL}.num_bytes: expected an integer in [1, 9223372036854775"),
         (f"{FILL}.num_bytes", 4000, f"{FILL}: expected offset and extent inside the 4096 bytes of"
          " the symmetric buffer, got offset 128 and extent 4000"),
         (f"{LAUNCH}.kernel", 1, f"{LAUNCH}.kernel: expected an integer in [0, 0], got 1"),

@@ -218,3 +218,35 @@ def test_a_graph_holds_the_buffer(driver: RecordingDriver) -> None:
     jax.clear_caches()
     unregister(1)
     assert len(driver.launches()) == 1
+
+
+def test_without_xla_ranks_share_a_device(driver: RecordingDriver) -> None:
+    module = _extension.module()
+    keys = ["direct/0", "direct/1"]
+    bases = [BASE, BASE + STRIDE]
+    for rank, key in enumerate(keys):
+        module.register_symmetric_buffer(key, 0, bases[rank], bases, rank, plans.BUFFER_BYTES)
+    programs = [
+        launcher.program(plans.whole_plan(2, "direct"), ["x", "w", "table"], ["y"], buffer_key=key)
+        for key in keys
+    ]
+    arrays = [(BASE * 2, 1024), (BASE * 3, 2048), (BASE * 4, 16)], [(BASE * 5, 1024)]
+    for each in programs:
+        each.prepare(0, *arrays)
+    assert driver.launches() == []
+    for rank, each in enumerate(programs):
+        each.launch(0, 77 + rank, *arrays)
+        module.unregister_symmetric_buffer(keys[rank], 0)
+    for rank, launch in enumerate(driver.launches()):
+        assert (launch["device"], launch["stream"]) == (0, 77 + rank)
+        y, *_, symmetric, acts, weights, table = launch["parameters"]
+        assert (u64(y), u64(table)) == (BASE * 5 + 64, BASE * 4 + 4)
+        assert (acts["base"], weights["base"]) == (bases[rank] + 1024, BASE * 3)
+        assert struct.unpack("<Qqq", bytes.fromhex(symmetric)[:24]) == (
+            bases[rank], -rank * STRIDE, (1 - rank) * STRIDE
+        )  # fmt: skip
+    with pytest.raises(RuntimeError, match='"direct/0" on device 0: expected one allocated in'):
+        programs[0].launch(0, 77, *arrays)
+    with pytest.raises(ValueError, match="number of operands: expected 3, got 2"):
+        fresh = launcher.program(plans.pointer_plan("direct_x"), ["x", "w", "table"], ["y"])
+        fresh.prepare(0, arrays[0][:2], arrays[1])
