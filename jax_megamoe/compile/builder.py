@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import logging
 import os
 import threading
 import time
@@ -21,6 +22,7 @@ from jax_megamoe.compile.errors import BuildError, CompileError, MissingDependen
 from jax_megamoe.compile.sources import SOURCE_NAMES, KernelSource, find_source
 from jax_megamoe.plan.kernel import KernelSpec
 
+_log = logging.getLogger("jax_megamoe")
 _LOG_TAIL = 3000  # characters of a compiler's log in an error
 
 _memo: dict[str, bytes] = {}
@@ -230,9 +232,9 @@ def _compile(
     spec: KernelSpec, source: KernelSource, compiler: Compiler
 ) -> tuple[bytes, dict[str, Any]]:
     """The cubin and its description for the cache."""
-    text = generate(spec, source)
+    _log.info("compiling %s with %s %s", _named(spec, source), compiler.name, compiler.version)
     try:
-        done = compiler.compile(text, spec.arch, source.include_dir)
+        done = compiler.compile(generate(spec, source), spec.arch, source.include_dir)
     except CompilationFailed as error:
         raise CompileError(
             f"{compiler.name} {compiler.version} cannot compile {_named(spec, source)}.\n"

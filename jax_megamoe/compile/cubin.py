@@ -19,27 +19,19 @@ _SYMBOL = struct.Struct("<IBBHQQ")
 
 
 @dataclass(frozen=True)
-class Parameter:
-    """Where a kernel parameter lies in the parameter block, bytes."""
-
-    offset: int
-    size: int
-
-
-@dataclass(frozen=True)
 class CubinKernel:
     """A kernel of a cubin.
 
     Attributes:
         symbol: its mangled name.
-        parameters: in order.
+        parameters: (offset, bytes) of each in the parameter block, in order.
         parameter_base: where the parameter block starts in constant bank 0, bytes.
         parameter_bytes: size of the block.
         registers: a thread's.
     """
 
     symbol: str
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[tuple[int, int], ...]
     parameter_base: int
     parameter_bytes: int
     registers: int
@@ -95,7 +87,7 @@ def _kernels(sections: dict[str, bytes]) -> Iterator[CubinKernel]:
         symbol = name.removeprefix(prefix)
         yield CubinKernel(
             symbol,
-            tuple(Parameter(offset, packed >> 18) for _, offset, packed in places),
+            tuple((offset, packed >> 18) for _, offset, packed in places),
             base,
             size,
             registers[symbol],

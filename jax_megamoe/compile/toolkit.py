@@ -57,7 +57,7 @@ def find_toolkit(*, nvcc: bool = False) -> Toolkit:
     for root in _roots():
         include_dirs = tuple(
             folder
-            for include in (root / "include", root / "targets/x86_64-linux/include")
+            for include in (root / "include", *sorted(root.glob("targets/*/include")))
             for folder in (include, include / "cccl")
             if folder.is_dir()
         )

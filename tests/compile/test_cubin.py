@@ -3,18 +3,13 @@
 import pytest
 from fake_toolchain import cubin
 
-from jax_megamoe.compile.cubin import Parameter, read_kernels
+from jax_megamoe.compile.cubin import read_kernels
 
 
 def test_parameters_are_read_in_order():
     (kernel,) = read_kernels(cubin({"_Z1k": [(0, 8), (8, 4), (112, 128), (240, 592)]}))
     assert kernel.symbol == "_Z1k"
-    assert kernel.parameters == (
-        Parameter(0, 8),
-        Parameter(8, 4),
-        Parameter(112, 128),
-        Parameter(240, 592),
-    )
+    assert kernel.parameters == ((0, 8), (8, 4), (112, 128), (240, 592))
     assert (kernel.parameter_base, kernel.parameter_bytes) == (0x210, 832)
     assert kernel.registers == 101
 

@@ -119,15 +119,19 @@ def test_fingerprint_follows_content_and_names(monkeypatch, tmp_path):
         kernel = include_dir / "deep_gemm/impls/kernel.cuh"
         kernel.rename(kernel.with_name("other.cuh"))
 
-    def write(name):
-        return lambda include_dir: (include_dir / name).write_text("// changed\n")
+    def reverse(name):
+        def edit(include_dir):
+            header = include_dir / name
+            header.write_text(header.read_text()[::-1])
+
+        return edit
 
     first = fingerprint("a")
     assert fingerprint("b") == first
     changed = {
-        fingerprint("c", write("deep_gemm/impls/kernel.cuh")),
-        fingerprint("d", write("cutlass/version.h")),
+        fingerprint("c", reverse("deep_gemm/impls/kernel.cuh")),
+        fingerprint("d", reverse("cutlass/version.h")),
         fingerprint("e", rename),
     }
     assert len(changed | {first}) == 4
-    assert fingerprint("f", write("cute/tensor.hpp")) == first
+    assert fingerprint("f", reverse("cute/tensor.hpp")) == first

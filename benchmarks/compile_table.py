@@ -1,0 +1,160 @@
+"""Compiles each kernel family of a source with both compilers and writes what came of it.
+
+    python benchmarks/compile_table.py --source sgl --output benchmarks/results/compile_sgl.md
+
+One kernel at a time, each from nothing. The shape is DeepSeek-V3's over 8 ranks; 1 and 4096 tokens
+give the lowest and the highest tile.
+"""
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jax_megamoe.compile import BuildError, build, find_source
+from jax_megamoe.compile.builder import cache_key
+from jax_megamoe.compile.cache import KernelCache
+from jax_megamoe.compile.compiler import COMPILERS, Compiler
+from jax_megamoe.compile.cubin import read_kernels
+from jax_megamoe.config import Activation, MoEConfig
+from jax_megamoe.plan import plan_mega_moe
+from jax_megamoe.plan.device import DeviceSpec
+from jax_megamoe.plan.launch import KernelLaunch, parameter_block
+
+NUM_RANKS = 8
+TOKENS = (1, 4096)
+SM100, SM90 = DeviceSpec(100, 148), DeviceSpec(90, 132)
+ARCHS = {100: ("sm_100f", "sm_103a"), 90: ("sm_90a",)}
+
+
+def config(weight_format: str, **options: Any) -> MoEConfig:
+    """DeepSeek-V3's experts in a format."""
+    shape = dict(num_experts=256, top_k=8, hidden_size=7168, intermediate_size=2048)
+    options = {"activation": Activation("swiglu", clamp=10.0), **options}
+    return MoEConfig(**shape, weight_format=weight_format, max_num_tokens=max(TOKENS), **options)
+
+
+CASES: dict[str, tuple[DeviceSpec, MoEConfig]] = {
+    "mxfp4": (SM100, config("mxfp4")),
+    "mxfp8": (SM100, config("mxfp8")),
+    "mxfp8, shared": (SM100, config("mxfp8", num_shared_experts=1)),
+    "mxfp8, situ": (SM100, config("mxfp8", activation=Activation("situ"))),
+    "nvfp4": (SM100, config("nvfp4")),
+    "bf16": (SM100, config("bf16")),
+    "bf16, shared": (SM100, config("bf16", num_shared_experts=1)),
+    "fp8_block": (SM90, config("fp8_block")),
+}
+
+COLUMNS = (
+    "kernel", "case", "BLOCK_M", "arch", "compiler", "registers", "stack", "spill stores / loads",
+    "seconds", "cubin bytes", "parameter bytes",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A launch of a case, and the tile height of its plan (0 for kernels without tiles)."""
+
+    case: str
+    block_m: int
+    launch: KernelLaunch
+
+
+def planned(source: str) -> Iterator[Planned]:
+    """Every distinct kernel of the cases, for each architecture."""
+    seen: set[object] = set()
+    for case, (device, moe) in CASES.items():
+        for num_tokens in TOKENS:
+            try:
+                plan = plan_mega_moe(moe, device, num_tokens, NUM_RANKS, source)
+            except NotImplementedError:
+                continue  # the other source's
+            for step in plan.steps:
+                if not isinstance(step, KernelLaunch):
+                    continue
+                for arch in ARCHS[device.arch]:
+                    kernel = dataclasses.replace(step.kernel, arch=arch)
+                    if kernel not in seen:
+                        seen.add(kernel)
+                        height = plan.block_m if "dispatch" not in kernel.symbol else 0
+                        yield Planned(case, height, dataclasses.replace(step, kernel=kernel))
+
+
+def row(item: Planned, compiler: Compiler, cache: KernelCache) -> tuple[list[str], bool]:
+    """A line of the table, and whether the cubin's parameter block is the plan's."""
+    spec = item.launch.kernel
+    start = [spec.symbol, item.case, str(item.block_m or "-"), spec.arch, compiler.name]
+    try:
+        cubin = build(spec, compiler=compiler, cache=cache, policy="auto")
+    except BuildError as error:
+        complaint = next((x for x in str(error).splitlines() if "error" in x), str(error))
+        return [*start, complaint.strip()[:120], *[""] * (len(COLUMNS) - len(start) - 1)], False
+    stem = cache_key(spec, find_source(spec.source), compiler).stem
+    found = json.loads((cache.folder / f"{stem}.json").read_text())
+    (kernel,) = read_kernels(cubin)
+    values = [
+        str(found["registers"]),
+        str(found["stack_bytes"]),
+        f"{found['spill_store_bytes']} / {found['spill_load_bytes']}",
+        f"{found['seconds']:.1f}",
+        str(found["cubin_bytes"]),
+        str(kernel.parameter_bytes),
+    ]
+    return start + values, kernel.parameters == parameter_block(item.launch)
+
+
+def table(source: str, output: Path) -> None:
+    """Compiles everything and writes the table."""
+    compilers: list[Compiler] = [make() for make in COMPILERS.values()]
+    lines: list[str] = []
+    num_equal = 0
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        for item in planned(source):
+            for compiler in compilers:
+                cells, equal = row(item, compiler, KernelCache(Path(folder)))
+                num_equal += equal
+                lines.append(f"| {' | '.join(cells)} |")
+                print(lines[-1], flush=True)
+    text = [
+        f"# Kernels of {source} {find_source(source).version}, compiled from wheels",
+        "",
+        f"    python benchmarks/compile_table.py --source {source} --output {output}",
+        "",
+        *(f"- {compiler.name} {compiler.version}" for compiler in compilers),
+        f"- wheels: {wheels()}",
+        f"- {os.cpu_count()} processors, load {load:.1f} before the first kernel, one at a time",
+        f"- {num_equal} of {len(lines)} cubins hold one kernel whose parameter block (offset and "
+        "size of each parameter) is the plan's",
+        "",
+        f"| {' | '.join(COLUMNS)} |",
+        f"|{'---|' * len(COLUMNS)}",
+        *lines,
+    ]
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text("\n".join([*text, ""]))
+
+
+def wheels() -> str:
+    names = ("cuda-bindings", "nvrtc", "nvcc", "runtime", "cccl", "crt")
+    found: list[str] = []
+    for name in (n if n == "cuda-bindings" else f"nvidia-cuda-{n}" for n in names):
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"no {name}")
+    return ", ".join(found)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--source", default="sgl")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/compile_sgl.md"))
+    arguments = parser.parse_args()
+    table(arguments.source, arguments.output)
