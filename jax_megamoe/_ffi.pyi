@@ -16,7 +16,7 @@ def cpu_type() -> dict[str, object]:
     """The state type of the CPU handlers."""
 
 class Program:
-    """A decoded plan, to launch without XLA on any stream: several ranks on one device, for example.
+    """A decoded plan, to launch without XLA on any stream: several ranks on one device, say.
 
     Arrays are (address, bytes) pairs, in the order of the names that the plan was encoded with.
     The caller orders its streams, and keeps the arrays alive until they are done.
