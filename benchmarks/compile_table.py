@@ -53,7 +53,7 @@ CASES: dict[str, tuple[DeviceSpec, MoEConfig]] = {
 
 COLUMNS = (
     "kernel", "case", "BLOCK_M", "arch", "compiler", "registers", "stack", "spill stores / loads",
-    "seconds", "cubin bytes", "parameter bytes",
+    "seconds", "CPU seconds", "cubin bytes", "parameter bytes",
 )  # fmt: skip
 
 
@@ -90,11 +90,13 @@ def row(item: Planned, compiler: Compiler, cache: KernelCache) -> tuple[list[str
     """A line of the table, and whether the cubin's parameter block is the plan's."""
     spec = item.launch.kernel
     start = [spec.symbol, item.case, str(item.block_m or "-"), spec.arch, compiler.name]
+    cpu_seconds = -sum(os.times()[:4])
     try:
         cubin = build(spec, compiler=compiler, cache=cache, policy="auto")
     except BuildError as error:
         complaint = next((x for x in str(error).splitlines() if "error" in x), str(error))
         return [*start, complaint.strip()[:120], *[""] * (len(COLUMNS) - len(start) - 1)], False
+    cpu_seconds += sum(os.times()[:4])  # this process and the compilers it waited for
     stem = cache_key(spec, find_source(spec.source), compiler).stem
     found = json.loads((cache.folder / f"{stem}.json").read_text())
     (kernel,) = read_kernels(cubin)
@@ -103,6 +105,7 @@ def row(item: Planned, compiler: Compiler, cache: KernelCache) -> tuple[list[str
         str(found["stack_bytes"]),
         f"{found['spill_store_bytes']} / {found['spill_load_bytes']}",
         f"{found['seconds']:.1f}",
+        f"{cpu_seconds:.1f}",
         str(found["cubin_bytes"]),
         str(kernel.parameter_bytes),
     ]

@@ -4,7 +4,7 @@ from jax_megamoe.compile.sources import KernelSource
 from jax_megamoe.plan.kernel import KernelSpec
 
 CODEGEN_VERSION = 1
-"""Part of every cache key; raised whenever the text below changes."""
+"""Part of every cache key; raised whenever this text, or what a compiler adds to it, changes."""
 
 # Structs passed by value: bytes and alignment with which the launcher lays them out
 # (deepgemm-abi.md section 8).
