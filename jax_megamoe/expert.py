@@ -6,6 +6,7 @@ follow the vllm source's kernels, fp8_block the sgl source's SM90 kernel.
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
@@ -73,7 +74,7 @@ def rounded_activation(
     if form.architecture == "sm90":
         return activate(gate, up, activation)
     if activation.clamp is not None:
-        clamp = float(jnp.bfloat16(activation.clamp))
+        clamp = float(ml_dtypes.bfloat16(activation.clamp))
         activation = Activation(
             activation.name, clamp=clamp, alpha=activation.alpha, beta=activation.beta
         )
