@@ -5,10 +5,13 @@ from typing import Any
 from hypothesis import strategies as st
 
 from jax_megamoe import MoEConfig
-from jax_megamoe.plan import sgl_sm100, vllm_nvfp4, vllm_sm100
+from jax_megamoe.plan import sgl_sm90, sgl_sm100, vllm_nvfp4, vllm_sm100
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.family import Family
+from jax_megamoe.plan.launch import KernelLaunch
+from jax_megamoe.plan.planner import mega_launch
 from jax_megamoe.plan.problem import Problem
+from jax_megamoe.plan.symmetric_buffer import sm90_layout, sm100_layout
 
 B200 = DeviceSpec(100, 148)
 H100 = DeviceSpec(90, 132)
@@ -52,6 +55,22 @@ def example(family: Family | None, **fields: Any) -> Problem:
         "activation": family.activation_names[0] if family else "swiglu",
     }
     return Problem(**(sizes | fields))
+
+
+def every_launch() -> dict[str, KernelLaunch]:
+    """One launch of every kernel of every source, by name."""
+    fp8, sm90 = sgl_sm100.FP8, example(None)
+    layout = sm100_layout(fp8, example(fp8), B200.num_sms)
+    launches = [
+        *(mega_launch(family, example(family), B200) for family in FAMILIES),
+        sgl_sm100.staging_launch(fp8, example(fp8), layout),
+        sgl_sm90.mega_launch(sm90, H100),
+        sgl_sm90.staging_launch(sm90, sm90_layout(sm90)),
+    ]
+    return {
+        f"{launch.kernel.source} {launch.kernel.symbol} {index}": launch
+        for index, launch in enumerate(launches)
+    }
 
 
 @st.composite

@@ -4,10 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_megamoe.plan import sgl_sm90, sgl_sm100
 from jax_megamoe.plan.launch import (
     Float32,
-    KernelLaunch,
     Pointer,
     SymmetricBuffer,
     TensorMap,
@@ -16,7 +14,6 @@ from jax_megamoe.plan.launch import (
     parameter_block_bytes,
 )
 from jax_megamoe.plan.planner import mega_launch
-from jax_megamoe.plan.symmetric_buffer import sm90_layout, sm100_layout
 from jax_megamoe.plan.tensor_map import (
     BFLOAT16,
     INT32,
@@ -27,7 +24,7 @@ from jax_megamoe.plan.tensor_map import (
     SWIZZLE_128B,
     UINT8,
 )
-from tests.plan.problems import B200, FAMILIES, H100, example, problems
+from tests.plan.problems import B200, FAMILIES, every_launch, example, problems
 
 # Bytes of the parameter block, of 26 compiled cubins (deepgemm-abi.md section 8).
 BLOCK_BYTES = {
@@ -47,19 +44,12 @@ SWIZZLE_BYTES = {SWIZZLE_32B: 32, SWIZZLE_64B: 64, SWIZZLE_128B: 128}
 SIZES = {Pointer: 8, Uint32: 4, Float32: 4, SymmetricBuffer: 592, TensorMap: 128}
 
 
-def launches() -> list[KernelLaunch]:
-    """One launch of every kernel."""
-    fp8, sm90 = sgl_sm100.FP8, example(None)
-    return [
-        *(mega_launch(family, example(family), B200) for family in FAMILIES),
-        sgl_sm100.staging_launch(fp8, example(fp8), sm100_layout(fp8, example(fp8), 148)),
-        sgl_sm90.mega_launch(sm90, H100),
-        sgl_sm90.staging_launch(sm90, sm90_layout(sm90)),
-    ]
+LAUNCHES = every_launch()
 
 
-@pytest.mark.parametrize("launch", launches(), ids=lambda launch: launch.kernel.symbol)
-def test_parameter_block(launch):
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_parameter_block(name):
+    launch = LAUNCHES[name]
     assert parameter_block_bytes(launch) == BLOCK_BYTES[launch.kernel.source, launch.kernel.symbol]
     block = parameter_block(launch)
     assert [size for _, size in block] == [SIZES[type(each)] for each in launch.arguments]
