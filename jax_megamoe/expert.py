@@ -138,6 +138,6 @@ def varying_zero(*arrays: jax.Array) -> Float32[Array, ""]:
 
     Inside `shard_map` a loop's carry must start with the type it ends with.
     """
-    firsts = [array.reshape(-1)[0].astype(jnp.float32) for array in arrays]
+    firsts = [jnp.sum(array.reshape(-1)[:1].astype(jnp.float32)) for array in arrays]
     zeros = [jnp.where(jnp.isnan(first), jnp.float32(0), jnp.float32(0)) for first in firsts]
     return sum(zeros[1:], start=zeros[0])

@@ -199,7 +199,10 @@ def _check_presence(arrays: dict[str, Any], expected: dict[str, jax.ShapeDtypeSt
                 reason = "None: config.num_shared_experts is 0 or the format fuses no shared expert"
             raise ValueError(_checks.message(f"weights.{name}", reason, "an array"))
     has_shared = any(name.startswith("shared_") for name in arrays)
+    has_bias = any(name.endswith("_bias") for name in arrays)
     for name in expected:
-        optional = name.endswith("_bias") or (name.startswith("shared_") and not has_shared)
+        optional = (name.endswith("_bias") and not has_bias) or (
+            name.startswith("shared_") and not has_shared
+        )
         if name not in arrays and not optional:
             raise ValueError(_checks.message(f"weights.{name}", "an array", None))
