@@ -62,6 +62,9 @@ class Weights:
     cpp_type: str
 
 
+MASKED_INTERMEDIATE = 4096
+"""Widest intermediate size of a kernel whose 64-bit mask has one bit per 64 columns of it."""
+
 FP8_ACTIVATIONS = Activations("float8_e4m3fn", 8, 1, UINT8, 1, 128, SWIZZLE_128B, 64, SWIZZLE_64B)
 BF16_ACTIVATIONS = Activations("bfloat16", 16, 1, BFLOAT16, 1, 64, SWIZZLE_128B, 64, SWIZZLE_128B)
 

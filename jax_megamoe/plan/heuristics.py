@@ -31,11 +31,15 @@ def aligned_tokens(problem: Problem) -> int:
     return align(problem.max_num_tokens, TOKEN_ALIGNMENT)
 
 
+def received_tokens(problem: Problem, tokens: int) -> int:
+    """Most rows that reach this rank's experts when every rank has `tokens` tokens."""
+    return problem.num_ranks * tokens * min(problem.top_k, problem.local_experts)
+
+
 def full_pool_tokens(problem: Problem) -> int:
     """Rows for every token that could reach this rank's experts, each expert padded to a tile."""
-    local = problem.local_experts
-    received = problem.num_ranks * aligned_tokens(problem) * min(problem.top_k, local)
-    return align(received + local * (_RING_BLOCKS[-1] - 1), TOKEN_ALIGNMENT)
+    padding = problem.local_experts * (_RING_BLOCKS[-1] - 1)
+    return align(received_tokens(problem, aligned_tokens(problem)) + padding, TOKEN_ALIGNMENT)
 
 
 def ring_tokens(family: Family, problem: Problem, num_sms: int) -> int:
@@ -46,7 +50,7 @@ def ring_tokens(family: Family, problem: Problem, num_sms: int) -> int:
     tokens = aligned_tokens(problem)
     if family.full_pool_from is not None and tokens >= family.full_pool_from:
         return full_pool_tokens(problem)
-    received = problem.num_ranks * tokens * min(problem.top_k, problem.local_experts)
+    received = received_tokens(problem, tokens)
     need = max(_ring_need(problem, num_sms // 2, block, received) for block in _RING_BLOCKS)
     return align(need, TOKEN_ALIGNMENT)
 

@@ -11,12 +11,11 @@ from dataclasses import replace
 from jax_megamoe._checks import message
 from jax_megamoe.plan import heuristics, sm90_heuristics
 from jax_megamoe.plan.device import DeviceSpec
-from jax_megamoe.plan.family import Family
+from jax_megamoe.plan.family import MASKED_INTERMEDIATE, Family
 from jax_megamoe.plan.problem import Problem
 
 MAX_EXPERTS, MAX_LOCAL_EXPERTS, MAX_TOP_K = 2048, 512, 32
 MAX_RANKS, MAX_SM90_RANKS = 72, 32
-MAX_MASKED_INTERMEDIATE = 4096
 MAX_STAGED_HIDDEN = 8192
 """The staging kernels run one block of hidden_size / 8 threads per token."""
 
@@ -77,7 +76,7 @@ def sm90_violations(problem: Problem, device: DeviceSpec) -> Iterator[Exception]
         )
     yield from _multiple("hidden_size", problem.hidden_size, 512)
     yield from _multiple("intermediate_size", problem.intermediate_size, 256)
-    yield from _at_most("intermediate_size", problem.intermediate_size, MAX_MASKED_INTERMEDIATE)
+    yield from _at_most("intermediate_size", problem.intermediate_size, MASKED_INTERMEDIATE)
     tokens = sm90_heuristics.aligned_tokens(problem)
     yield from _tokens(problem, tokens)
     bound = problem.num_tokens_bound

@@ -69,7 +69,8 @@ def plan_mega_moe(
 
     The sgl source stages tokens itself, except for BF16: its plans start with a kernel that reads
     x, topk_ids and topk_weights. Plans of the vllm source hold only the launch, after a fill that
-    makes it repeatable. The plan's `unstaged` names the buffer's regions that no step fills.
+    makes it repeatable. The plan's `unstaged` names the buffer's regions that no step fills. In
+    ``shared_l1_acts_sf`` a token's words lie in row `scale_row(token, plan.block_m)`.
 
     NVFP4's float32 factors differ by source: sgl takes ``w13_weight_scale_2`` as [experts, 2]
     (gate, up) and ``w2_input_scale`` per expert; vllm takes [experts] and one value.
@@ -118,6 +119,7 @@ def _raise_first(violations: Iterator[Exception]) -> None:
         raise broken
 
 
+@lru_cache(maxsize=256)
 def _source(config: MoEConfig, device: DeviceSpec, num_ranks: int, source: str | None) -> str:
     """The source asked for; else the first whose kernel can run the config, else the first."""
     _checks.integer("num_ranks", num_ranks, minimum=1)

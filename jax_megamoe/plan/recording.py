@@ -231,7 +231,7 @@ def _launch_record(launch: KernelLaunch, rank: int) -> Record:
         "float_values": {
             str(index): _float(text)
             for index, text in enumerate(kernel.template_args)
-            if text.endswith(("f", "infinity()")) and not text.endswith("_t")
+            if text.endswith(("f", "infinity()"))
         },
         "jit_name": PurePosixPath(kernel.header).stem,
         "nvcc_flags": [f"--gpu-architecture={kernel.arch}"],

@@ -6,6 +6,8 @@ input: the caller copies each token's words from ``x_sf`` to the row
 `heuristics.scale_row(token, block_m)` of every column.
 """
 
+from dataclasses import replace
+
 from jax_megamoe.plan.arithmetic import cpp_bool, cpp_float
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.family import (
@@ -42,8 +44,6 @@ ARCH = "sm_100f"
 _FP4_ACTIVATIONS = Activations("uint8", 4, 2, UINT8, 2, 128, SWIZZLE_128B, 32, SWIZZLE_32B)
 _PACKED_WEIGHTS = Weights(4, UINT8, 2, 128, SWIZZLE_128B, False, FP4_WEIGHTS.cpp_type)
 
-_FULL_POOL_FROM = 6144
-
 FP8 = Family(
     source="sgl",
     stem="sm100_fp8_fp4_mega_moe",
@@ -56,42 +56,27 @@ FP8 = Family(
     reduces_amax=True,
     norm_sums=True,
     tail="scales",
-    full_pool_from=_FULL_POOL_FROM,
+    full_pool_from=6144,
     activation_names=("swiglu", "swigluoai", "situ"),
 )
-MXF4 = Family(
-    source="sgl",
-    stem="sm100_fp8_fp4_mega_moe",
+MXF4 = replace(
+    FP8,
     activations=_FP4_ACTIVATIONS,
-    scale_block=32,
     weights={"mxfp4": _PACKED_WEIGHTS},
     shared={"mxfp4": _PACKED_WEIGHTS},
     block_k=256,
     operand_bits=4,
-    reduces_amax=True,
-    norm_sums=True,
-    tail="scales",
-    full_pool_from=_FULL_POOL_FROM,
     activation_names=("swiglu", "swigluoai"),
 )
-NVFP4 = Family(
-    source="sgl",
-    stem="sm100_fp8_fp4_mega_moe",
-    activations=_FP4_ACTIVATIONS,
+NVFP4 = replace(
+    MXF4,
     scale_block=16,
     weights={"nvfp4": _PACKED_WEIGHTS},
     shared={"nvfp4": _PACKED_WEIGHTS},
-    block_k=256,
-    operand_bits=4,
-    reduces_amax=True,
     lookup_bytes=1024,
-    norm_sums=True,
-    tail="scales",
-    full_pool_from=_FULL_POOL_FROM,
-    activation_names=("swiglu", "swigluoai"),
 )
-BF16 = Family(
-    source="sgl",
+BF16 = replace(
+    FP8,
     stem="sm100_bf16_mega_moe",
     activations=BF16_ACTIVATIONS,
     scale_block=0,
@@ -99,9 +84,7 @@ BF16 = Family(
     shared={"bf16": BF16_WEIGHTS},
     block_k=64,
     operand_bits=16,
-    norm_sums=True,
-    tail="scales",
-    full_pool_from=_FULL_POOL_FROM,
+    reduces_amax=False,
     activation_names=("swiglu",),
 )
 

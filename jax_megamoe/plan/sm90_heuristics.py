@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from jax_megamoe.plan.arithmetic import align, ceil_div
 from jax_megamoe.plan.device import DeviceSpec
-from jax_megamoe.plan.heuristics import tokens_per_expert
+from jax_megamoe.plan.heuristics import received_tokens, tokens_per_expert
 from jax_megamoe.plan.problem import Problem
 
 TOKEN_ALIGNMENT = 128
@@ -28,9 +28,8 @@ def aligned_tokens(problem: Problem) -> int:
 
 def pool_tokens(problem: Problem) -> int:
     """Rows for every token that could reach this rank's experts, each expert padded to a tile."""
-    local = problem.local_experts
-    received = problem.num_ranks * aligned_tokens(problem) * min(problem.top_k, local)
-    return align(received + local * 127, 128)
+    received = received_tokens(problem, aligned_tokens(problem))
+    return align(received + 127 * problem.local_experts, 128)
 
 
 def _lag_units(problem: Problem, tokens: int) -> int:

@@ -167,20 +167,17 @@ def _add_shared(stack: RegionStack, family: Family, problem: Problem) -> None:
 
 
 def _add_ring(stack: RegionStack, family: Family, problem: Problem, ring: int) -> None:
-    tokens, hidden, acts = (
-        heuristics.aligned_tokens(problem),
-        problem.hidden_size,
-        family.activations,
-    )
+    tokens, acts = heuristics.aligned_tokens(problem), family.activations
+    hidden, width = problem.hidden_size, problem.intermediate_size
     scale_ring, per_word = heuristics.scale_ring_tokens(family, ring), 4 * family.scale_block
     stack.add("l1_acts", acts.dtype, ring, hidden // acts.per_element)
     if family.scale_block:
         stack.add_columns("l1_acts_sf", "int32", scale_ring, hidden // per_word)
     if family.ring_weights:
         stack.add("l1_topk_weights", "float32", ring)
-    stack.add("l2_acts", acts.dtype, ring, problem.intermediate_size // acts.per_element)
+    stack.add("l2_acts", acts.dtype, ring, width // acts.per_element)
     if family.scale_block:
-        stack.add_columns("l2_acts_sf", "int32", scale_ring, problem.intermediate_size // per_word)
+        stack.add_columns("l2_acts_sf", "int32", scale_ring, width // per_word)
     slots = problem.top_k + (problem.num_shared_experts > 0)
     if problem.fp8_combine:
         stack.add("combine", "uint8", slots, tokens, hidden)
@@ -197,11 +194,8 @@ def _add_ring(stack: RegionStack, family: Family, problem: Problem, ring: int) -
 def sm90_layout(problem: Problem) -> BufferLayout:
     """The buffer of the SM90 kernel. The caller fills ``x``, ``x_sf``, and the top-k regions."""
     tokens, pool = sm90_heuristics.aligned_tokens(problem), sm90_heuristics.pool_tokens(problem)
-    ring, hidden, width = (
-        sm90_heuristics.ring_tokens(problem),
-        problem.hidden_size,
-        problem.intermediate_size,
-    )
+    ring = sm90_heuristics.ring_tokens(problem)
+    hidden, width = problem.hidden_size, problem.intermediate_size
     stack = RegionStack()
     stack.add("workspace", "uint8", _sm90_workspace_bytes(problem, pool, ring))
     stack.add("x", "float8_e4m3fn", tokens, hidden)

@@ -15,6 +15,7 @@ from jax_megamoe.plan.family import (
     BF16_WEIGHTS,
     FP8_ACTIVATIONS,
     FP8_WEIGHTS,
+    MASKED_INTERMEDIATE,
     Activations,
     Family,
     Weights,
@@ -37,7 +38,7 @@ from jax_megamoe.plan.tensor_map import (
     SWIZZLE_NONE,
     UINT8,
 )
-from jax_megamoe.plan.vllm_sm100 import MAX_INTERMEDIATE, arch, clamps
+from jax_megamoe.plan.vllm_sm100 import arch, clamps, norm_arguments
 
 _NVFP4_ACTIVATIONS = Activations(
     "int8", 4, 2, PACKED_U4_ALIGN8, 1, 128, SWIZZLE_64B, 64, SWIZZLE_32B
@@ -60,7 +61,7 @@ NVFP4 = Family(
     ring_weights=False,
     tail="scales",
     locality_table=False,
-    max_intermediate=MAX_INTERMEDIATE,
+    max_intermediate=MASKED_INTERMEDIATE,
     activation_names=("swiglu", "swiglustep"),
 )
 FP4_FP4 = Family(
@@ -75,7 +76,7 @@ FP4_FP4 = Family(
     block_k=256,
     operand_bits=4,
     tail="norms",
-    max_intermediate=MAX_INTERMEDIATE,
+    max_intermediate=MASKED_INTERMEDIATE,
     activation_names=("swiglu",),
 )
 
@@ -140,7 +141,6 @@ def _fp4_fp4(launcher: Launcher) -> KernelLaunch:
         cpp_bool(problem.fast_math),
         cpp_bool(problem.post_norm),
     ]
-    gamma = "post_expert_norm_gamma"
     arguments: list[KernelArgument] = [
         launcher.output(),
         launcher.stats(),
@@ -148,8 +148,7 @@ def _fp4_fp4(launcher: Launcher) -> KernelLaunch:
         optional("l1_alphas", "w13_weight_scale_2", problem.l1_alphas),
         optional("l2_alphas", "w2_weight_scale_2", problem.l2_alphas),
         optional("a2_scales", "w2_input_scale", problem.l2_act_scales),
-        optional(gamma, gamma, problem.post_norm),
-        Float32("post_expert_norm_eps", problem.post_norm_eps if problem.post_norm else 0.0),
+        *norm_arguments(problem),
         SymmetricBuffer("sym_buffer"),
         *launcher.maps(),
         launcher.locality(),

@@ -6,16 +6,10 @@ input regions.
 
 from dataclasses import replace
 
+from jax_megamoe.plan import sgl_sm100
 from jax_megamoe.plan.arithmetic import cpp_bool, cpp_float
 from jax_megamoe.plan.device import DeviceSpec
-from jax_megamoe.plan.family import (
-    BF16_ACTIVATIONS,
-    BF16_WEIGHTS,
-    FP4_WEIGHTS,
-    FP8_ACTIVATIONS,
-    FP8_WEIGHTS,
-    Family,
-)
+from jax_megamoe.plan.family import MASKED_INTERMEDIATE, Family
 from jax_megamoe.plan.launch import (
     Float32,
     KernelArgument,
@@ -27,34 +21,23 @@ from jax_megamoe.plan.launch import (
 from jax_megamoe.plan.problem import Problem
 from jax_megamoe.plan.sm100 import Launcher
 
-MAX_INTERMEDIATE = 4096
-"""A 64-bit mask has one bit per 64 columns of layer 1's output."""
-
-FP8 = Family(
+FP8 = replace(
+    sgl_sm100.FP8,
     source="vllm",
-    stem="sm100_fp8_fp4_mega_moe",
-    activations=FP8_ACTIVATIONS,
-    scale_block=32,
-    weights={"mxfp4": FP4_WEIGHTS, "mxfp8": FP8_WEIGHTS},
-    shared={"mxfp8": FP8_WEIGHTS},
-    block_k=128,
-    operand_bits=8,
-    reduces_amax=True,
-    max_intermediate=MAX_INTERMEDIATE,
+    norm_sums=False,
+    tail="nothing",
+    full_pool_from=None,
+    max_intermediate=MASKED_INTERMEDIATE,
     activation_names=("swiglu", "swiglustep"),
 )
 SITU = replace(FP8, stem="sm100_fp8_fp4_mega_moe_situ", activation_names=("situ",))
-BF16 = Family(
+BF16 = replace(
+    sgl_sm100.BF16,
     source="vllm",
-    stem="sm100_bf16_mega_moe",
-    activations=BF16_ACTIVATIONS,
-    scale_block=0,
-    weights={"bf16": BF16_WEIGHTS},
-    shared={"bf16": BF16_WEIGHTS},
-    block_k=64,
-    operand_bits=16,
+    norm_sums=False,
     tail="norms",
-    max_intermediate=MAX_INTERMEDIATE,
+    full_pool_from=None,
+    max_intermediate=MASKED_INTERMEDIATE,
     activation_names=("swiglu", "swiglustep"),
 )
 
@@ -67,6 +50,13 @@ def arch(device: DeviceSpec) -> str:
 def clamps(problem: Problem) -> list[str]:
     """Template arguments of the clamp, and whether it caps the gate after SiLU."""
     return [cpp_float(problem.clamp), cpp_bool(problem.activation == "swiglustep")]
+
+
+def norm_arguments(problem: Problem) -> list[KernelArgument]:
+    """The gain and the epsilon of a norm after the experts; null and 0 without one."""
+    gamma = "post_expert_norm_gamma"
+    epsilon = problem.post_norm_eps if problem.post_norm else 0.0
+    return [optional(gamma, gamma, problem.post_norm), Float32("post_expert_norm_eps", epsilon)]
 
 
 def mega_launch(family: Family, problem: Problem, device: DeviceSpec) -> KernelLaunch:
@@ -115,13 +105,11 @@ def _bf16(launcher: Launcher) -> KernelLaunch:
         cpp_bool(problem.fast_math),
         cpp_bool(problem.post_norm),
     ]
-    gamma = "post_expert_norm_gamma"
     arguments: list[KernelArgument] = [
         launcher.output(),
         launcher.stats(),
         Uint32("num_tokens", problem.num_tokens),
-        optional(gamma, gamma, problem.post_norm),
-        Float32("post_expert_norm_eps", problem.post_norm_eps if problem.post_norm else 0.0),
+        *norm_arguments(problem),
         SymmetricBuffer("sym_buffer"),
         *launcher.maps(),
         launcher.locality(),
