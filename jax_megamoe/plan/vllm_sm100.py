@@ -5,6 +5,7 @@ input regions.
 """
 
 from dataclasses import replace
+from typing import Literal
 
 from jax_megamoe.plan import sgl_sm100
 from jax_megamoe.plan.arithmetic import cpp_bool, cpp_float
@@ -21,25 +22,23 @@ from jax_megamoe.plan.launch import (
 from jax_megamoe.plan.problem import Problem
 from jax_megamoe.plan.sm100 import Launcher
 
-FP8 = replace(
-    sgl_sm100.FP8,
-    source="vllm",
-    norm_sums=False,
-    tail="nothing",
-    full_pool_from=None,
-    max_intermediate=MASKED_INTERMEDIATE,
-    activation_names=("swiglu", "swiglustep"),
-)
+
+def _vllm(family: Family, tail: Literal["norms", "nothing"]) -> Family:
+    """What a family of the sgl source is in this one."""
+    return replace(
+        family,
+        source="vllm",
+        norm_sums=False,
+        tail=tail,
+        full_pool_from=None,
+        max_intermediate=MASKED_INTERMEDIATE,
+        activation_names=("swiglu", "swiglustep"),
+    )
+
+
+FP8 = _vllm(sgl_sm100.FP8, "nothing")
 SITU = replace(FP8, stem="sm100_fp8_fp4_mega_moe_situ", activation_names=("situ",))
-BF16 = replace(
-    sgl_sm100.BF16,
-    source="vllm",
-    norm_sums=False,
-    tail="norms",
-    full_pool_from=None,
-    max_intermediate=MASKED_INTERMEDIATE,
-    activation_names=("swiglu", "swiglustep"),
-)
+BF16 = _vllm(sgl_sm100.BF16, "norms")
 
 
 def arch(device: DeviceSpec) -> str:

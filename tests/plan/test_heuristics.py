@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_megamoe.plan import heuristics, limits
@@ -10,6 +10,7 @@ from jax_megamoe.plan.arithmetic import align, ceil_div, cpp_float, float32
 from tests.plan.problems import B200, FAMILIES, problems
 
 
+@settings(deadline=None)
 @given(data=st.data(), family=st.sampled_from(FAMILIES))
 def test_tiles_fit_and_the_ring_holds_a_tile_of_every_height(data, family):
     problem = data.draw(problems(family))
@@ -24,6 +25,7 @@ def test_tiles_fit_and_the_ring_holds_a_tile_of_every_height(data, family):
     assert ring % 1920 == 0
 
 
+@settings(deadline=None)
 @given(data=st.data(), family=st.sampled_from(FAMILIES))
 def test_a_valid_problem_breaks_no_limit(data, family):
     problem = data.draw(problems(family))
@@ -36,6 +38,7 @@ def test_a_valid_problem_breaks_no_limit(data, family):
     assert [text[: len(start)] for text, start in zip(others, want, strict=True)] == want
 
 
+@settings(deadline=None)
 @given(data=st.data(), family=st.sampled_from(FAMILIES))
 def test_tiles_do_not_depend_on_how_tokens_lie_on_ranks(data, family):
     problem = data.draw(problems(family))

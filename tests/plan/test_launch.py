@@ -1,7 +1,7 @@
 """The packed parameter block of every kernel, and what the driver asks of a tensor map."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_megamoe.plan.launch import (
@@ -64,6 +64,7 @@ def test_parameter_block(name):
     assert len(launch.kernel.parameter_types) == len(launch.arguments)
 
 
+@settings(deadline=None)
 @given(data=st.data(), family=st.sampled_from(FAMILIES))
 def test_tensor_maps_are_what_the_driver_takes(data, family):
     """The requirements of `cuTensorMapEncodeTiled`, CUDA driver API reference."""

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_megamoe.plan import heuristics
@@ -30,6 +30,7 @@ def is_alias(layout: BufferLayout, name: str) -> bool:
     return name == "shared_l1_acts" and layout[name] == layout["x"]
 
 
+@settings(deadline=None)
 @given(data=st.data(), family=st.sampled_from(FAMILIES), num_sms=st.sampled_from([132, 148, 152]))
 def test_sm100_regions_are_apart_and_aligned(data, family, num_sms):
     problem = data.draw(problems(family))
