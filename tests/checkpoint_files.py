@@ -1,4 +1,4 @@
-"""Writes small checkpoints: safetensors shards with an index, and experts in each published dialect.
+"""Writes small checkpoints: safetensors shards with an index, experts in each published dialect.
 
 Matrices are dicts from ``gate``, ``up`` and ``down`` to a `Stored` of all experts, [E, N, K].
 """

@@ -330,17 +330,18 @@ class ExpertLoader:
     def _write_small(self) -> None:
         """Writes the biases and input scales that have come."""
         inter, hidden = self._config.intermediate_size, self._config.hidden_size
+        cache: Cache = {}
         while self._gathering.biases:
             (expert, part), piece = self._gathering.biases.popitem()
             if expert == SHARED:
                 expected = "no bias on a fused shared expert"
                 raise NotImplementedError(_checks.message(piece.where, expected, "one"))
-            values = bias(piece, hidden if part == "down" else inter, {})
+            values = bias(piece, hidden if part == "down" else inter, cache)
             self._buffers.write_bias(expert, part, values)
         while self._gathering.input_scales:
             expert, piece = self._gathering.input_scales.popitem()
             if expert != SHARED and self._joint(expert):
-                self._buffers.write_scalar("w2_input_scale", expert, scalar(piece, {}))
+                self._buffers.write_scalar("w2_input_scale", expert, scalar(piece, cache))
 
     def _check_complete(self, experts: Iterable[int]) -> None:
         """Raises ValueError for everything that is missing of `experts`, listed."""

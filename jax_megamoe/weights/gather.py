@@ -65,6 +65,7 @@ class Gathering:
         self._stack: _StackOrder | None = None
         self._undecided: list[tuple[Tensor, Role]] = []
         self._seen: dict[tuple[int, Part, Kind], str] = {}
+        self._of_floats: set[Key] = set()
 
     def concerns(self, name: str) -> bool:
         """Whether the name begins as these experts' do."""
@@ -175,6 +176,12 @@ class Gathering:
             self._size(key, self._config.hidden_size, self._config.intermediate_size),
         )
         projection.add(piece)
+        if piece.role.kind == "weight" and piece.dtype in FLOATS:
+            self._of_floats.add(key)
+        scale = projection.pieces.get("scale") or projection.pieces.get("global_scale")
+        if scale is not None and key in self._of_floats:
+            expected = "no scale for a weight in floating point"
+            raise TypeError(_checks.message(scale.where, expected, scale.dtype))
         if piece.role.kind == "bias":
             self.biases[key] = projection.pieces.pop("bias")
         elif piece.role.kind == "input_scale":

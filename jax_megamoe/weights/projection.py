@@ -138,7 +138,8 @@ class Projection:
         weight, scale = self.pieces["weight"], self.pieces.get("scale")
         values = _padded(weight.read(cache), self._padded_shape(weight), 0)
         scales = None if scale is None else self._padded_scale(scale.read(cache))
-        return SourceMatrix(weight.where, values, scales, self._global_scale(cache))
+        name = "" if scale is None else scale.where
+        return SourceMatrix(weight.where, values, scales, self._global_scale(cache), name)
 
     @property
     def is_nvfp4(self) -> bool:

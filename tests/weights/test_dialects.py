@@ -47,11 +47,11 @@ def assert_close(
     against loaded ones, which is 1 where each loaded value is the mean of what it stands for."""
     products, squares = 0.0, 0.0
     for part, got in zip(files.PROJ, dequantize_experts(config, weights), strict=True):
-        exact, got = np.asarray(experts[part].values), np.asarray(got)
+        exact, loaded = np.asarray(experts[part].values), np.asarray(got)
         largest = np.abs(exact).max(axis=-1, keepdims=True)
-        assert (np.abs(got - exact) <= step * largest).all()
-        products += float((exact * got).sum())
-        squares += float((got * got).sum())
+        assert (np.abs(loaded - exact) <= step * largest).all()
+        products += float((exact * loaded).sum())
+        squares += float((loaded * loaded).sum())
     assert products / squares == pytest.approx(1, abs=gain)
 
 
