@@ -113,8 +113,8 @@ def _metadata(config: MoEConfig, layout: str) -> dict[str, str]:
         weight_format=config.weight_format.name,
         layout=layout,
         shared_format=fused,
-        num_logical_experts=config.logical_experts,
         **{name: getattr(config, name) for name in _SIZES},
+        num_logical_experts=config.logical_experts,
     )
     return {name: str(value) for name, value in known.items()}
 

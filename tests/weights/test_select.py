@@ -101,8 +101,11 @@ def test_as_stored(case: str, device: Any) -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [DEEPSEEK_V3, DEEPSEEK_V4]
-    + [compressed("float-quantized", type="float", block_structure=[128, 128])],
+    [
+        DEEPSEEK_V3,
+        DEEPSEEK_V4,
+        compressed("float-quantized", type="float", block_structure=[128, 128]),
+    ],
 )
 def test_block_fp8(config: Any) -> None:
     """As it is on Hopper; elsewhere mxfp8, with one warning that says so."""
