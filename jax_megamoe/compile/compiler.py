@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from jax_megamoe._checks import message
 from jax_megamoe.compile.errors import CUDA_EXTRA, MissingDependency
+from jax_megamoe.compile.sources import TENSOR_MAP_HEADER
 from jax_megamoe.compile.toolkit import MINIMUM_CUDA, Toolkit, find_toolkit
 
 # What DeepGEMM's own host code passes (deepgemm-abi.md section 1), less what only shapes host code.
@@ -223,7 +224,7 @@ def _standard_header(name: str) -> str:
     lines = ["#pragma once", f"#include <cuda/std/{name}>", "namespace std {"]
     lines += ["using namespace cuda::std;", "}"]
     if name == "cstddef":
-        # libcu++'s is no constant expression; this intrinsic is one in every NVRTC 13.
+        # libcu++'s is no constant expression; this intrinsic is one (NVRTC 13.0 and 13.5).
         lines += ["#undef offsetof", "#define offsetof(t, m) ((size_t)__INTADDR__(&((t*)0)->m))"]
     return "\n".join((*lines, ""))
 
@@ -233,15 +234,13 @@ _STANDARD_HEADERS = {
     for name in ("cmath", "cstddef", "cstdint", "type_traits", "utility")
 }
 
-# nvcc includes these by itself: offsetof, and the device runtime's grid dependency calls.
+# What nvcc includes by itself: offsetof, and the device runtime's grid dependency calls.
 _PRELUDE = "#include <cstddef>\n#include <cuda_device_runtime_api.h>\n"
+
+_TENSOR_MAP = "struct alignas(128) { char bytes[128]; }"
 
 
 def _aligned_tensor_map(include_dir: Path) -> dict[str, str]:
     """CUTE's descriptor header, its stand-in for CUtensorMap aligned as in cuda.h."""
-    name = "cute/arch/copy_sm90_desc.hpp"
-    text = (include_dir / name).read_text()
-    return {name: text.replace("struct alignas(64) { char bytes[128]; }", _TENSOR_MAP)}
-
-
-_TENSOR_MAP = "struct alignas(128) { char bytes[128]; }"
+    text = (include_dir / TENSOR_MAP_HEADER).read_text()
+    return {TENSOR_MAP_HEADER: text.replace("struct alignas(64) { char bytes[128]; }", _TENSOR_MAP)}

@@ -15,6 +15,9 @@ from pathlib import Path
 from jax_megamoe._checks import message, one_of
 from jax_megamoe.compile.errors import CUDA_EXTRA, MissingDependency
 
+TENSOR_MAP_HEADER = "cute/arch/copy_sm90_desc.hpp"
+"""CUTE's header that declares a tensor map."""
+
 
 @dataclass(frozen=True)
 class KernelSource:
@@ -115,7 +118,7 @@ def _unpacked(where: _Distribution, root: Path) -> tuple[str, Path]:
 
 
 def _check_headers(where: _Distribution, include_dir: Path) -> None:
-    for header in ("deep_gemm/impls", "cute/tensor.hpp", "cutlass/version.h"):
+    for header in ("deep_gemm/impls", TENSOR_MAP_HEADER, "cutlass/version.h"):
         if not (include_dir / header).exists():
             hint = f"a checkout needs its CUTLASS submodule linked there; else {where.install}"
             raise MissingDependency(

@@ -30,7 +30,7 @@ HEADERS = {
 
 def write_headers(include_dir: Path) -> Path:
     """The least that counts as a kernel source's include folder."""
-    for name in ("deep_gemm/impls/kernel.cuh", "cute/tensor.hpp", "cutlass/version.h"):
+    for name in ("deep_gemm/impls/kernel.cuh", "cute/arch/copy_sm90_desc.hpp", "cutlass/version.h"):
         path = include_dir / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"// {name}\n")

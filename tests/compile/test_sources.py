@@ -102,9 +102,11 @@ def test_variable_that_names_no_source(monkeypatch, tmp_path):
 
 def test_checkout_without_cutlass(monkeypatch, tmp_path):
     include_dir = write_headers(tmp_path / "include")
-    (include_dir / "cute/tensor.hpp").unlink()
+    (include_dir / "cute/arch/copy_sm90_desc.hpp").unlink()
     monkeypatch.setenv("JAX_MEGAMOE_SGL_ROOT", str(tmp_path))
-    with pytest.raises(MissingDependency, match=r"cute/tensor\.hpp in .*CUTLASS submodule"):
+    with pytest.raises(
+        MissingDependency, match=r"cute/arch/copy_sm90_desc\.hpp in .*CUTLASS submodule"
+    ):
         find_source("sgl")
 
 
@@ -134,4 +136,4 @@ def test_fingerprint_follows_content_and_names(monkeypatch, tmp_path):
         fingerprint("e", rename),
     }
     assert len(changed | {first}) == 4
-    assert fingerprint("f", reverse("cute/tensor.hpp")) == first
+    assert fingerprint("f", reverse("cute/arch/copy_sm90_desc.hpp")) == first
