@@ -25,6 +25,7 @@ from jax_megamoe.elements import (
     E4M3_MAX,
     block_amax,
     decode_e2m1,
+    decode_e2m1_pairs,
     divide,
     encode_e2m1,
     expand_scales,
@@ -32,6 +33,7 @@ from jax_megamoe.elements import (
     pack_e2m1,
     pack_words,
     power_of_two_above,
+    power_of_two_factors,
     split_blocks,
     times_power_of_two,
     to_e4m3,
@@ -304,7 +306,7 @@ def dequantize_mxfp4(packed: ArrayLike, exponents: ArrayLike) -> jax.Array:
         TypeError: the pairs are not uint8, or the exponents not uint8 or float8_e8m0fnu.
         ValueError: the exponents do not tile the values.
     """
-    return _times_ue8m0(decode_e2m1(unpack_e2m1(packed)), exponents)
+    return _times_ue8m0(decode_e2m1_pairs(packed).astype(jnp.float32), exponents)
 
 
 def dequantize_nvfp4(packed: ArrayLike, scales: ArrayLike, global_scale: ArrayLike) -> jax.Array:
@@ -318,7 +320,7 @@ def dequantize_nvfp4(packed: ArrayLike, scales: ArrayLike, global_scale: ArrayLi
             not.
     """
     _checks.dtype("scales", scales, ["float8_e4m3fn"])
-    values = decode_e2m1(unpack_e2m1(packed))
+    values = decode_e2m1_pairs(packed).astype(jnp.float32)
     scales = expand_scales("scales", jnp.asarray(scales).astype(jnp.float32), values.shape)
     return values * scales * _leading("global_scale", global_scale, values.shape, values.ndim)
 
@@ -384,9 +386,11 @@ def _cast_e4m3(
 
 
 def _times_ue8m0(values: jax.Array, exponents: ArrayLike) -> jax.Array:
-    bytes_ = expand_scales("exponents", ue8m0_bytes("exponents", exponents), values.shape)
-    scaled = times_power_of_two(values, bytes_.astype(jnp.int32) - 127)
-    return jnp.where(bytes_ == 255, jnp.nan, scaled)
+    bytes_ = ue8m0_bytes("exponents", exponents)
+    first, second = power_of_two_factors(bytes_.astype(jnp.int32) - 127)
+    first = jnp.where(bytes_ == 255, jnp.nan, first)
+    scaled = values * expand_scales("exponents", first, values.shape)
+    return scaled * expand_scales("exponents", second, values.shape)
 
 
 def _leading(name: str, scale: ArrayLike, shape: tuple[int, ...], rank: int) -> jax.Array:

@@ -1,9 +1,11 @@
 """What enters the symmetric buffer: quantised tokens, their scales and the routing."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, BFloat16, Bool, Float32, Int32
 
 from jax_megamoe import quantization
@@ -58,6 +60,29 @@ class StagedTokens:
     topk_ids: Int32[Array, "tokens top_k"]
     topk_weights: Float32[Array, "tokens top_k"]
     shared_tokens: QuantizedTokens | None = None
+
+
+_TOKEN_DTYPES = {
+    "mxfp8": (jnp.float8_e4m3fn, jnp.uint8),
+    "nvfp4": (jnp.uint8, jnp.float8_e4m3fn),
+    "bf16": (jnp.bfloat16, None),
+    "fp8_block": (jnp.float8_e4m3fn, jnp.float32),
+}
+"""dtypes of the values and their block scales, by activation format."""
+
+
+def restore_tokens(bits: QuantizedTokens, activation_format: str) -> QuantizedTokens:
+    """Tokens from their bits as unsigned integers (a token scale's: uint32)."""
+    values, scale = _TOKEN_DTYPES[activation_format]
+
+    def cast(array: Array | None, dtype: Any) -> Array | None:
+        return None if array is None else lax.bitcast_convert_type(array, dtype)
+
+    return QuantizedTokens(
+        lax.bitcast_convert_type(bits.values, values),
+        cast(bits.scale, scale),
+        cast(bits.token_scale, jnp.float32),
+    )
 
 
 def quantize_tokens(x: BFloat16[Array, "tokens hidden"], activation_format: str) -> QuantizedTokens:

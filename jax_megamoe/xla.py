@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, BFloat16, Float32, Int32
+from jaxtyping import Array, BFloat16, Float32, Int32, UInt16
 
 from jax_megamoe import expert
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.formats import WEIGHT_FORMATS, WeightFormat
-from jax_megamoe.staging import QuantizedTokens, StagedTokens
+from jax_megamoe.staging import QuantizedTokens, StagedTokens, restore_tokens
 from jax_megamoe.weights.experts import stored_matrix
 from jax_megamoe.weights.params import INTERLEAVE_8, ExpertWeights
 
@@ -25,11 +25,13 @@ _MAX_BLOCK = 128
 
 
 class _Rows(NamedTuple):
-    """Tokens on their way through the experts, one row per (token, slot)."""
+    """Tokens on their way through the experts, one row per (token, slot).
 
-    values: Array
-    scale: Array | None
-    token_scale: Array | None
+    The tokens are their bits as unsigned integers: XLA:CPU widens whole arrays of small floats
+    before it slices, scatters or updates them.
+    """
+
+    tokens: QuantizedTokens
     weight: Float32[Array, " rows"]
 
 
@@ -93,14 +95,15 @@ def moe(
         return expert.combine(slots, factors, shared)
 
 
-def _token_rows(staged: StagedTokens, rows: Int32[Array, "*n"], top_k: int) -> _Rows:
-    """Rows of (token, slot) indices: the token's values and the slot's weight."""
-    tokens, token = staged.tokens, rows // top_k
-    values, scale, token_scale = (
-        None if array is None else array[token]
-        for array in (tokens.values, tokens.scale, tokens.token_scale)
-    )
-    return _Rows(values, scale, token_scale, staged.topk_weights.reshape(-1)[rows])
+def _bits(array: Array) -> Array:
+    """The array's bits, an unsigned integer an element."""
+    return lax.bitcast_convert_type(array, f"uint{8 * array.dtype.itemsize}")
+
+
+def _token_rows(staged: StagedTokens, rows: Int32[Array, " n"], top_k: int) -> _Rows:
+    """Rows of (token, slot) indices: the token's bits and the slot's weight."""
+    tokens = jax.tree.map(lambda array: _bits(array)[rows // top_k], staged.tokens)
+    return _Rows(tokens, staged.topk_weights.reshape(-1)[rows])
 
 
 def _local_slots(
@@ -114,8 +117,8 @@ def _local_slots(
     order = jnp.argsort(keys, stable=True)
     counts = expert.count_tokens(staged.topk_ids, num_experts)
     sorted_out = _grouped(_token_rows(staged, order, top_k), counts, weights, mlp)
-    out = jnp.where((ids >= 0)[:, None], sorted_out[jnp.argsort(order)], 0)
-    return out.reshape(num_tokens, top_k, -1)
+    slots = jnp.where((ids >= 0)[:, None], sorted_out[jnp.argsort(order)], 0)
+    return lax.bitcast_convert_type(slots, jnp.bfloat16).reshape(num_tokens, top_k, -1)
 
 
 def _exchanged_slots(
@@ -146,18 +149,19 @@ def _exchanged_slots(
         rows = jax.tree.map(lambda array: array[by_expert], rows)
         out = exchange(_grouped(rows, received, weights, mlp)[jnp.argsort(by_expert)])
         target = jnp.where(sent.reshape(-1), row, num_rows)
-        return slots.at[target].set(out, mode="drop", unique_indices=False)
+        return slots.at[target].set(out, mode="drop")
 
-    empty = jnp.zeros((num_rows, mlp.config.hidden_size), jnp.bfloat16)
-    empty = empty + expert.varying_zero(ids, weights.w13_weight).astype(jnp.bfloat16)
+    zero = expert.varying_zero(ids, weights.w13_weight).astype(jnp.uint16)
+    empty = jnp.zeros((num_rows, mlp.config.hidden_size), jnp.uint16) + zero
     rounds = lax.pmax(jnp.max(-(-to_rank // capacity)), axis)
-    return lax.fori_loop(0, rounds, one_round, empty).reshape(num_tokens, top_k, -1)
+    slots = lax.fori_loop(0, rounds, one_round, empty)
+    return lax.bitcast_convert_type(slots, jnp.bfloat16).reshape(num_tokens, top_k, -1)
 
 
 def _grouped(
     rows: _Rows, counts: Int32[Array, " experts"], weights: ExpertWeights, mlp: _Mlp
-) -> BFloat16[Array, "rows hidden"]:
-    """Each row through its expert; rows are sorted by expert, those past sum(counts) are undefined.
+) -> UInt16[Array, "rows hidden"]:
+    """Each row through its expert, as BF16 bits; rows are sorted by expert, the rest is undefined.
 
     A block that reaches into the next expert's rows writes them too, and the next expert, later in
     the loop, writes them again: so no rows are copied to align the groups.
@@ -175,12 +179,14 @@ def _grouped(
         def one_block(j: Array, out: Array) -> Array:
             start = starts[e] + j * block
             part = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, start, block), padded)
-            return lax.dynamic_update_slice_in_dim(out, _apply(part, local, mlp), start, 0)
+            tokens = restore_tokens(part.tokens, mlp.form.activation_format)
+            y = _bits(_apply(tokens, part.weight, local, mlp))
+            return lax.dynamic_update_slice_in_dim(out, y, start, 0)
 
         return lax.fori_loop(0, -(-counts[e] // block), one_block, out)
 
-    out = jnp.zeros((num_rows + block, mlp.config.hidden_size), jnp.bfloat16)
-    out = out + expert.varying_zero(rows.weight, weights.w13_weight).astype(jnp.bfloat16)
+    zero = expert.varying_zero(rows.weight, weights.w13_weight).astype(jnp.uint16)
+    out = jnp.zeros((num_rows + block, mlp.config.hidden_size), jnp.uint16) + zero
     num_busy = jnp.sum(counts > 0, dtype=jnp.int32)
     return lax.fori_loop(0, num_busy, one_expert, out)[:num_rows]
 
@@ -193,7 +199,11 @@ def _block_rows(num_rows: int, num_experts: int) -> int:
 
 def _expert_fields(weights: ExpertWeights, e: Array, mlp: _Mlp) -> dict[str, Any]:
     """Expert e's decoded matrices and factors."""
-    one = {name: array[e] for name, array in weights.arrays().items() if "shared" not in name}
+    routed = {name: a for name, a in weights.arrays().items() if not name.startswith("shared_")}
+    # The barrier ties the parameters to e: else XLA moves their decoding, of all of them, out of
+    # the loop.
+    routed, e = lax.optimization_barrier((routed, e))
+    one = {name: array[e] for name, array in routed.items()}
     fields: dict[str, Any] = {
         "w13": _decode(one, "w13_weight", mlp),
         "w2": _decode(one, "w2_weight", mlp),
@@ -216,24 +226,25 @@ def _decode(arrays: dict[str, Array], name: str, mlp: _Mlp) -> Array:
     )
 
 
-def _apply(rows: _Rows, fields: dict[str, Any], mlp: _Mlp) -> BFloat16[Array, "rows hidden"]:
-    """One expert's gated MLP on a block of rows."""
-    x = QuantizedTokens(rows.values, rows.scale, rows.token_scale).decoded()
-    h = expert.matmul(x, fields["w13"])
-    if rows.token_scale is not None:
-        h = h * (rows.token_scale * fields["l1_alpha"])[:, None]
+def _apply(
+    tokens: QuantizedTokens, weight: Array, fields: dict[str, Any], mlp: _Mlp
+) -> BFloat16[Array, "rows hidden"]:
+    """One expert's gated MLP on a block of rows with their top-k weights."""
+    h = expert.matmul(tokens.decoded(), fields["w13"])
+    if tokens.token_scale is not None:
+        h = h * (tokens.token_scale * fields["l1_alpha"])[:, None]
     if fields["w13_bias"] is not None:
         h = h + fields["w13_bias"][None]
     gate, up = expert.split_gate_up(h, mlp.layout)
     act = expert.rounded_activation(gate, up, mlp.config.activation, mlp.form)
     if not mlp.form.weighs_in_combine:
-        act = act * rows.weight[:, None]
+        act = act * weight[:, None]
     y = expert.matmul(expert.requantize(act, mlp.form, mlp.activation_scale), fields["w2"])
     if mlp.activation_scale is not None:
         y = y * fields["l2_alpha"]
     if fields["w2_bias"] is not None:
         bias = fields["w2_bias"][None]
-        y = y + (bias if mlp.form.weighs_in_combine else bias * rows.weight[:, None])
+        y = y + (bias if mlp.form.weighs_in_combine else bias * weight[:, None])
     return expert.round_bf16(y).astype(jnp.bfloat16)
 
 
@@ -254,5 +265,5 @@ def _shared(
     }
     fields = {"w13": _decode(arrays, "w13_weight", mlp), "w2": _decode(arrays, "w2_weight", mlp)}
     ones = jnp.ones(tokens.values.shape[0], jnp.float32)
-    rows = _Rows(tokens.values, tokens.scale, tokens.token_scale, ones)
-    return _apply(rows, fields | {"w13_bias": None, "w2_bias": None}, mlp).astype(jnp.float32)
+    fields |= {"w13_bias": None, "w2_bias": None}
+    return _apply(tokens, ones, fields, mlp).astype(jnp.float32)
