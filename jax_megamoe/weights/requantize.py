@@ -28,8 +28,8 @@ _FLOATS = ("bfloat16", "float16", "float32")
 _E2M1 = ("uint8", "int8")
 _UE8M0 = ("uint8", "float8_e8m0fnu")
 _E4M3 = "float8_e4m3fn"
-_EXPONENT_BITS = {"bfloat16": 0x7F80, "float16": 0x7C00}
-"""All set in infinity and NaN. NumPy looks at integers ten times as fast as at these floats."""
+_EXPONENT_BITS = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
+"""All set in infinity and NaN."""
 
 
 class QuantizedMatrix(NamedTuple):
@@ -226,20 +226,22 @@ def _kept_scale(
 
 
 def _check_values(name: str, array: Array, *, is_scale: bool) -> None:
-    """Raises ValueError for NaN, infinity, and a sign on an E4M3 scale, which UE4M3 has not."""
+    """Raises ValueError for NaN, infinity, and a sign on an E4M3 scale, which UE4M3 has not.
+
+    By the bits, as integers: NumPy looks at those ten times as fast as at 16-bit floats.
+    """
     dtype = str(array.dtype)
     if dtype == _E4M3:
-        octets = array.view(np.uint8)
-        bad = octets > 0x7E if is_scale else (octets & 0x7F) == 0x7F
+        mask, limit = (0xFF, 0x7E) if is_scale else (0x7F, 0x7E)
         expected = "finite E4M3 numbers" + (" without a sign" if is_scale else "")
     elif dtype in _UE8M0:
-        bad, expected = array.view(np.uint8) == 255, "UE8M0 exponents below 255, which is NaN"
-    elif dtype in _EXPONENT_BITS:
-        mask = np.uint16(_EXPONENT_BITS[dtype])
-        bad, expected = (array.view(np.uint16) & mask) == mask, "finite numbers"
+        mask, limit = 0xFF, 0xFE
+        expected = "UE8M0 exponents below 255, which is NaN"
     else:
-        with np.errstate(invalid="ignore"):  # signalling NaNs
-            finite = np.isfinite(array) if isinstance(array, np.ndarray) else jnp.isfinite(array)
-        bad, expected = ~finite, "finite numbers"
-    if count := np.count_nonzero(bad):
-        raise ValueError(_checks.message(name, expected, f"{count} others among {bad.size}"))
+        mask, expected = _EXPONENT_BITS[dtype], "finite numbers"
+        limit = mask - 1
+    integer = np.dtype(f"uint{8 * array.dtype.itemsize}")
+    bits = array.view(integer) & integer.type(mask)
+    if bits.size and bits.max() > limit:
+        count = np.count_nonzero(bits > integer.type(limit))
+        raise ValueError(_checks.message(name, expected, f"{count} others among {bits.size}"))
