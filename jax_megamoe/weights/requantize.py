@@ -5,6 +5,7 @@ is dequantised to float32 by value and quantised anew, one jitted call. What a s
 its dtype: uint8 and float8_e8m0fnu are exponents, float8_e4m3fn, bfloat16 and float32 are numbers.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -30,6 +31,8 @@ _UE8M0 = ("uint8", "float8_e8m0fnu")
 _E4M3 = "float8_e4m3fn"
 _EXPONENT_BITS = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
 """All set in infinity and NaN."""
+_CACHED = 1 << 20
+"""Bytes."""
 
 
 class QuantizedMatrix(NamedTuple):
@@ -120,6 +123,8 @@ class SourceMatrix:
         values = np.asarray(scale)
         if not (np.isfinite(values) & (values >= 0)).all():
             raise ValueError(_checks.message(name, "finite numbers >= 0", values.tolist()))
+        if (values > 0).all():
+            return
         used = np.asarray((self.weight & 0x77).any(axis=(-2, -1)))
         if (used & (values == 0)).any():
             expected = "a number > 0 for weights that are not all 0"
@@ -196,6 +201,9 @@ def _converted(
     return quantize_matrix(values, form)
 
 
+_exponents = jax.jit(float32_to_ue8m0)
+
+
 def _canonical_scale(source: SourceMatrix) -> jax.Array | np.ndarray | None:
     """The scale as uint8 exponents where it is powers of two, else float32 or E4M3 numbers."""
     scale = source.scale
@@ -204,7 +212,7 @@ def _canonical_scale(source: SourceMatrix) -> jax.Array | np.ndarray | None:
     if str(scale.dtype) in _UE8M0:
         return scale.view(np.uint8)
     numbers = to_float32(source.scale_name, scale)
-    exponents = float32_to_ue8m0(numbers)
+    exponents = _exponents(numbers)
     return numbers if bool((exponents == 255).any()) else exponents
 
 
@@ -241,7 +249,21 @@ def _check_values(name: str, array: Array, *, is_scale: bool) -> None:
         mask, expected = _EXPONENT_BITS[dtype], "finite numbers"
         limit = mask - 1
     integer = np.dtype(f"uint{8 * array.dtype.itemsize}")
-    bits = array.view(integer) & integer.type(mask)
-    if bits.size and bits.max() > limit:
-        count = np.count_nonzero(bits > integer.type(limit))
-        raise ValueError(_checks.message(name, expected, f"{count} others among {bits.size}"))
+    largest = integer.type(limit)
+    bad = 0
+    for rows in _cached_rows(array):
+        bits = rows.view(integer) & integer.type(mask)
+        if bits.size and bits.max() > largest:
+            bad += int(np.count_nonzero(bits > largest))
+    if bad:
+        raise ValueError(_checks.message(name, expected, f"{bad} others among {array.size}"))
+
+
+def _cached_rows(array: jax.Array | np.ndarray) -> Iterator[jax.Array | np.ndarray]:
+    """The array in pieces whose temporaries stay in a core's cache; a JAX array whole."""
+    if isinstance(array, jax.Array) or not array.size:
+        yield array
+        return
+    step = max(1, _CACHED * len(array) // array.nbytes)
+    for start in range(0, len(array), step):
+        yield array[start : start + step]
