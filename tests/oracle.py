@@ -57,7 +57,7 @@ def moe(
     return out
 
 
-def _expert(row, weight, mlp, bias, cfg, form, a_scale, rounds):  # noqa: PLR0913, PLR0917
+def _expert(row, weight, mlp, bias, cfg, form, a_scale, rounds):
     """One token through one expert; `weight` multiplies before the second matmul."""
     gate_w, up_w, down_w = (part.astype(np.float64) for part in mlp)
     bias = [0.0, 0.0, 0.0] if bias is None else bias
