@@ -48,7 +48,7 @@ class WeightSpec:
         return self.scale in ("ue8m0", "e4m3")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class WeightFormat:
     """A format of the expert weights, and of everything that follows from it.
 
@@ -71,6 +71,9 @@ class WeightFormat:
     activations: tuple[str, ...]
     architecture: Architecture
     weighs_in_combine: bool = False
+
+    def __repr__(self) -> str:
+        return f"<WeightFormat {self.name}>"
 
 
 MXFP4 = WeightFormat(

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,10 +14,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, BFloat16, Bool, Float32, Int32
 
-from jax_megamoe import _checks, expert, reference, xla
+from jax_megamoe import _checks, deep_gemm, expert, reference, symmetric_memory, xla
+from jax_megamoe import compile as compiler
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.eplb import ReplicaMap
-from jax_megamoe.staging import stage
+from jax_megamoe.staging import route, stage
 from jax_megamoe.weights.params import ExpertWeights, check_weights
 
 Axis = str | tuple[str, ...]
@@ -86,10 +87,11 @@ def mega_moe(  # noqa: PLR0913 (one keyword for each thing a call may need)
         local_experts = config.experts_per_rank(place.num_ranks)
     check_weights(config, weights, local_experts)
     _check_shared(config, weights, shared_experts)
-    _check_shardings(place, dict(x=x, topk_ids=topk_ids, topk_weights=topk_weights), weights)
-    chosen = _choose(config, weights, implementation)
+    tokens = dict(x=x, topk_ids=topk_ids, topk_weights=topk_weights, padding_mask=padding_mask)
+    _check_shardings(place, tokens, weights)
+    how = _choose(config, weights, place, x, implementation)
     inputs = _Inputs(x, topk_ids, topk_weights, weights, padding_mask, eplb)
-    y, counts = _run(inputs, config=config, place=place, implementation=chosen)
+    y, counts = _run(inputs, config=config, place=place, how=how, with_stats=return_stats)
     if shared_experts is not None:
         y = _add_shared(y, shared_experts(x), padding_mask)
     return (y, counts) if return_stats else y
@@ -114,7 +116,10 @@ class _Inputs(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where a call runs: its axis, the ranks of it, and whether the caller is already inside."""
+    """Where a call runs: its axis, the ranks of it, and whether the caller is already inside.
+
+    mesh is the one given, else the current one, which inside a trace has no devices.
+    """
 
     axis: Axis | None
     num_ranks: int
@@ -130,7 +135,7 @@ def _place(config: MoEConfig, mesh: Mesh | None, axis: Axis | None) -> _Place:
     names = (axis,) if isinstance(axis, str) else tuple(axis)
     context = jax.sharding.get_abstract_mesh()
     inside = bool(names) and set(names) <= set(context.manual_axes)
-    used = context if inside or mesh is None else mesh
+    used = context if mesh is None else mesh
     missing = [name for name in names if name not in used.shape]
     if missing or not names:
         where = f"one of {list(used.shape)}" if used.shape else "an axis of a mesh"
@@ -195,31 +200,37 @@ def _check_shared(
         )
 
 
-def _check_shardings(place: _Place, tokens: dict[str, Array], weights: ExpertWeights) -> None:
-    """Refuses inputs that JAX would gather silently: sharded in another way than the axis does."""
+def _check_shardings(place: _Place, tokens: dict[str, Any], weights: ExpertWeights) -> None:
+    """Refuses inputs that JAX would gather silently: sharded in another way than the axis does.
+
+    Sees the sharding of concrete arrays and of traced ones with Explicit axes.
+    """
     if place.inside:
         return
-    allowed = (
-        set()
-        if place.axis is None
-        else {place.axis}
-        if isinstance(place.axis, str)
-        else set(place.axis)
-    )
-    routed = {f"weights.{n}": a for n, a in weights.arrays().items() if not n.startswith("shared")}
-    for name, array in (tokens | routed).items():
-        spec = _spec(array)
-        used = {axis for entry in spec[:1] for axis in _names(entry)}
-        inner = {axis for entry in spec[1:] for axis in _names(entry)}
-        if used - allowed or inner:
-            expected = (
-                f"rows split over {sorted(allowed)} alone" if allowed else "one device's array"
-            )
-            hint = "pass mesh= and axis=" if not allowed else "call inside your own jax.shard_map"
-            raise ValueError(_checks.message(name, expected, f"sharding {spec}", hint))
+    allowed = set(() if place.axis is None else _names(place.axis))
+    over = f"split over {sorted(allowed)} along the first dimension alone"
+    hint = "call inside your own jax.shard_map"
+    inner = "there is no tensor parallelism inside an expert"
+    if not allowed:
+        over, hint, inner = "one device's array", "pass mesh= and axis=", "pass mesh= and axis="
+    for name, array in tokens.items():
+        _check_sharding(name, array, allowed, over, hint)
+    for name, array in weights.arrays().items():
+        if name.startswith("shared_"):
+            unfused = "pass a sharded shared expert as the function shared_experts="
+            _check_sharding(f"weights.{name}", array, set(), "a replicated array", unfused)
+        else:
+            _check_sharding(f"weights.{name}", array, allowed, over, inner)
 
 
-def _spec(array: Any) -> tuple[Any, ...]:
+def _check_sharding(name: str, array: Any, allowed: set[str], expected: str, hint: str) -> None:
+    spec = _spec(array)
+    used = {axis for entry in spec[:1] for axis in entry}
+    if used - allowed or any(spec[1:]):
+        raise ValueError(_checks.message(name, expected, f"sharding {spec}", hint))
+
+
+def _spec(array: Any) -> tuple[tuple[str, ...], ...]:
     """The known partition spec of an array over axes of more than one device, or ()."""
     if isinstance(array, jax.core.Tracer):
         sharding = jax.typeof(array).sharding
@@ -234,65 +245,106 @@ def _spec(array: Any) -> tuple[Any, ...]:
 
 
 def _names(entry: Any) -> tuple[str, ...]:
+    """Axes in one entry of a PartitionSpec, or in an `Axis`."""
     if entry is None or entry is P.UNCONSTRAINED:
         return ()
     return entry if isinstance(entry, tuple) else (entry,)
 
 
-def _choose(config: MoEConfig, weights: ExpertWeights, implementation: str | None) -> str:
+class _How(NamedTuple):
+    """The implementation chosen, and deep_gemm's route to its kernel."""
+
+    implementation: str
+    route: deep_gemm.Route | None = None
+
+
+def _choose(
+    config: MoEConfig, weights: ExpertWeights, place: _Place, x: Any, implementation: str | None
+) -> _How:
     if implementation is None:
-        return "xla"
+        try:
+            return _deep_gemm(config, weights, place, x)
+        except (NotImplementedError, ValueError, ImportError, compiler.MissingDependency) as error:
+            _log_fallback(config, str(error))
+            return _How("xla")
     _checks.one_of("implementation", implementation, IMPLEMENTATIONS)
-    return implementation
+    if implementation == "deep_gemm":
+        return _deep_gemm(config, weights, place, x)
+    return _How(implementation)
 
 
-@partial(jax.jit, static_argnames=("config", "place", "implementation"))
+@lru_cache
+def _log_fallback(config: MoEConfig, reason: str) -> None:
+    """Says once for each config and reason why it runs `xla`."""
+    _log.info("%s runs implementation xla: %s", config, reason)
+
+
+def _deep_gemm(config: MoEConfig, weights: ExpertWeights, place: _Place, x: Any) -> _How:
+    if place.axis is None:
+        devices = [] if isinstance(x, jax.core.Tracer) else list(x.devices())
+        groups = [[devices[0] if devices else deep_gemm.default_device()]]
+    elif isinstance(place.mesh, Mesh):
+        groups = symmetric_memory.groups_of(place.mesh, place.axis)
+    else:
+        groups = None
+    route = deep_gemm.find_route(config, groups, place.axis, place.num_ranks)
+    deep_gemm.check_parameters(config, weights, route.source)
+    return _How("deep_gemm", route)
+
+
+@partial(jax.jit, static_argnames=("config", "place", "how", "with_stats"))
 def _run(
-    inputs: _Inputs, *, config: MoEConfig, place: _Place, implementation: str
-) -> tuple[Array, Array]:
+    inputs: _Inputs, *, config: MoEConfig, place: _Place, how: _How, with_stats: bool
+) -> tuple[Array, Array | None]:
     """(y, tokens of each expert); over the mesh unless the caller is already inside."""
-    local = partial(_run_local, config=config, place=place, implementation=implementation)
+    local = partial(_run_local, config=config, place=place, how=how, with_stats=with_stats)
     if place.mesh is None or place.axis is None or place.inside:
         return local(inputs)
     specs = inputs.partition_specs(place.axis)
     if any(kind == AxisType.Explicit for kind in place.mesh.axis_types):
         mesh = place.mesh
         inputs = jax.tree.map(lambda a, s: jax.reshard(a, NamedSharding(mesh, s)), inputs, specs)
-    out_specs = (P(place.axis), P(place.axis))
+    out_specs = (P(place.axis), P(place.axis) if with_stats else None)
     return jax.shard_map(local, mesh=place.mesh, in_specs=(specs,), out_specs=out_specs)(inputs)
 
 
 def _run_local(
-    inputs: _Inputs, *, config: MoEConfig, place: _Place, implementation: str
-) -> tuple[Array, Array]:
+    inputs: _Inputs, *, config: MoEConfig, place: _Place, how: _How, with_stats: bool
+) -> tuple[Array, Array | None]:
     """One rank's part of the call."""
     x, mask, weights = inputs.x, inputs.padding_mask, inputs.weights
+    routing = (inputs.topk_ids, inputs.topk_weights)
+    options = dict(config=config, padding_mask=mask, eplb=inputs.eplb)
+    if how.route is not None and x.shape[0]:
+        with jax.named_scope("mega_moe/staging"):
+            ids, factors = route(*routing, **options)
+        with jax.named_scope("mega_moe/launch"):
+            y, counts = deep_gemm.moe(
+                x, ids, factors, weights, config=config, route=how.route, with_stats=with_stats
+            )
+        # A row without experts comes out 0 but for a fused shared expert.
+        return (y if weights.shared is None else _zero_padding(y, mask)), counts
     with jax.named_scope("mega_moe/staging"):
-        staged = stage(
-            x,
-            inputs.topk_ids,
-            inputs.topk_weights,
-            config=config,
-            padding_mask=mask,
-            eplb=inputs.eplb,
-            fused_shared=weights.shared is not None,
-        )
-    counts = expert.count_tokens(staged.topk_ids, config.num_experts)
-    if place.axis is not None:
-        counts = lax.psum_scatter(counts, place.axis, scatter_dimension=0, tiled=True)
+        fused = weights.shared is not None
+        staged = stage(x, *routing, **options, fused_shared=fused)
+    counts = None
+    if with_stats:
+        counts = expert.count_tokens(staged.topk_ids, config.num_experts)
+        if place.axis is not None:
+            counts = lax.psum_scatter(counts, place.axis, scatter_dimension=0, tiled=True)
     if x.shape[0] == 0:
         return x, counts
-    moe = {"xla": xla.moe, "reference": reference.moe}[implementation]
+    moe = reference.moe if how.implementation == "reference" else xla.moe
     total = moe(staged, weights, config=config, axis=place.axis, num_ranks=place.num_ranks)
-    if mask is not None:
-        total = jnp.where(mask[:, None], 0, total)
-    return total.astype(jnp.bfloat16), counts
+    return _zero_padding(total, mask).astype(jnp.bfloat16), counts
+
+
+def _zero_padding(y: Array, padding_mask: Array | None) -> Array:
+    return y if padding_mask is None else jnp.where(padding_mask[:, None], 0, y)
 
 
 def _add_shared(y: Array, shared: Array, padding_mask: Array | None) -> Array:
     """y plus an unfused shared expert's output, 0 in padded rows."""
     _checks.shape("shared_experts(x)", shared, y.shape)
     total = y.astype(jnp.float32) + shared.astype(jnp.float32)
-    if padding_mask is not None:
-        total = jnp.where(padding_mask[:, None], 0, total)
-    return total.astype(y.dtype)
+    return _zero_padding(total, padding_mask).astype(y.dtype)

@@ -1,0 +1,195 @@
+"""The custom call: choose the kernel, get its buffer, launch it on each rank."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, BFloat16, Float32, Int32
+
+from jax_megamoe import _checks, _extension, launcher, symmetric_memory
+from jax_megamoe import compile as compiler
+from jax_megamoe.config import MoEConfig
+from jax_megamoe.devices import device_spec
+from jax_megamoe.plan import check_sizes, plan_mega_moe
+from jax_megamoe.plan.device import DeviceSpec
+from jax_megamoe.plan.launch import KernelLaunch, LaunchPlan
+from jax_megamoe.weights.params import INTERLEAVE_8, SGL_FP4, ExpertWeights
+
+Axis = str | tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Route:
+    """How a config's calls reach the kernel: all that a launch needs beside the arrays.
+
+    Attributes:
+        device: the device kind, as far as a plan depends on it.
+        source: where the kernel comes from.
+        num_ranks: expert-parallel ranks.
+        buffer_key: name of the symmetric buffer; the same in every process.
+    """
+
+    device: DeviceSpec
+    source: str
+    num_ranks: int
+    buffer_key: str
+
+    def plan(self, config: MoEConfig, num_tokens: int, *, with_stats: bool = False) -> LaunchPlan:
+        """The plan of a call with `num_tokens` tokens on each rank."""
+        return plan_mega_moe(
+            config, self.device, num_tokens, self.num_ranks, self.source, with_stats=with_stats
+        )
+
+
+def check_supported(config: MoEConfig, device: jax.Device, num_ranks: int = 1) -> str:
+    """Whether `deep_gemm` can run a config on a device like this one.
+
+    Args:
+        config: the layer.
+        device: the device of each rank.
+        num_ranks: expert-parallel ranks.
+
+    Returns:
+        The source of the kernel, ``"sgl"`` or ``"vllm"``.
+
+    Raises:
+        NotImplementedError: the device, or the format or activation on it.
+        ValueError: sizes out of the kernel's limits, which the message names.
+    """
+    return check_sizes(config, device_spec(device, config.reserved_sms), num_ranks)
+
+
+def allocate_buffers(
+    config: MoEConfig, *, mesh: Mesh | None = None, axis: Axis | None = None
+) -> None:
+    """Allocates the symmetric buffer of a config's calls, before the first one.
+
+    `mega_moe` does this itself where it is told the mesh. Call it where only the caller's
+    `shard_map` knows the mesh: on every process, in the same order.
+
+    Args:
+        config: the layer.
+        mesh: the mesh; None for calls without an axis, on the default device.
+        axis: the expert-parallel mesh axis, or several.
+
+    Raises:
+        NotImplementedError, ValueError: as `check_supported`.
+        RuntimeError: too little memory; the message has the bytes needed and free.
+    """
+    groups = [[default_device()]] if mesh is None else symmetric_memory.groups_of(mesh, axis)
+    find_route(config, groups, axis)
+
+
+def find_route(
+    config: MoEConfig,
+    groups: Sequence[Sequence[jax.Device]] | None,
+    axis: Axis | None,
+    num_ranks: int = 1,
+) -> Route:
+    """The route of a config's calls over `groups` of devices, its buffer allocated.
+
+    Args:
+        config: the layer.
+        groups: the devices of each expert-parallel group in rank order; None inside a `shard_map`
+            whose mesh is not known: the buffer must have been allocated.
+        axis: the expert-parallel axis, which names the buffer.
+        num_ranks: ranks, where groups is None.
+
+    Raises:
+        NotImplementedError, ValueError, RuntimeError: as `allocate_buffers`.
+        ImportError: the compiled module is missing.
+    """
+    _extension.module()
+    device = jax.local_devices()[0] if groups is None else groups[0][0]
+    ranks = num_ranks if groups is None else len(groups[0])
+    source = check_supported(config, device, ranks)
+    compiler.find_source(source)
+    spec = device_spec(device, config.reserved_sms)
+    num_bytes = plan_mega_moe(config, spec, 0, ranks, source).buffer.num_bytes
+    names = "none" if axis is None else axis if isinstance(axis, str) else "+".join(axis)
+    key = f"{names}/{ranks}/{num_bytes}"
+    if groups is not None:
+        symmetric_memory.allocate(key, num_bytes, groups)
+    elif not symmetric_memory.is_allocated(key):
+        raise ValueError(
+            _checks.message(
+                "mesh",
+                "the mesh of the shard_map around this call",
+                None,
+                "pass mesh= too, or call jax_megamoe.allocate_buffers(config, mesh=mesh, "
+                "axis=axis) once before",
+            )
+        )
+    return Route(spec, source, ranks, key)
+
+
+def default_device() -> jax.Device:
+    """The device of calls without an axis whose arrays do not say."""
+    return jax.config.jaxdefault_device or jax.local_devices()[0]
+
+
+def check_parameters(config: MoEConfig, weights: ExpertWeights, source: str) -> None:
+    """Checks what the kernels ask of parameters beyond their shapes.
+
+    Raises:
+        NotImplementedError: biases, which no kernel has.
+        ValueError: NVFP4 rows in another source's order.
+    """
+    if weights.w13_bias is not None or weights.w2_bias is not None:
+        expected = "no biases for implementation deep_gemm"
+        raise NotImplementedError(
+            _checks.message("weights", expected, "w13_bias and w2_bias", "use xla")
+        )
+    if config.weight_format.name == "nvfp4":
+        layout = SGL_FP4 if source == "sgl" else INTERLEAVE_8
+        if weights.layout != layout:
+            raise ValueError(
+                _checks.message(
+                    "weights.layout",
+                    f"{layout!r} for the kernel source {source}",
+                    repr(weights.layout),
+                    "set MoEConfig(kernel_source=...) and quantise or load again",
+                )
+            )
+
+
+def moe(
+    x: BFloat16[Array, "tokens hidden"],
+    topk_ids: Int32[Array, "tokens top_k"],
+    topk_weights: Float32[Array, "tokens top_k"],
+    weights: ExpertWeights,
+    *,
+    config: MoEConfig,
+    route: Route,
+    with_stats: bool = False,
+) -> tuple[BFloat16[Array, "tokens hidden"], Int32[Array, " experts"] | None]:
+    """One launch on one rank.
+
+    Args:
+        x: bfloat16 [T, H].
+        topk_ids: int32 [T, K], physical ids, -1 for unrouted.
+        topk_weights: float32 [T, K].
+        weights: this rank's parameters.
+        config: the layer.
+        route: from `find_route`.
+        with_stats: count tokens of each local expert.
+
+    Returns:
+        bfloat16 [T, H], and int32 [E] or None.
+    """
+    plan = route.plan(config, x.shape[0], with_stats=with_stats)
+    if plan.unstaged:
+        expected = "a kernel that stages every input"
+        raise NotImplementedError(_checks.message("plan", expected, f"none for {plan.unstaged}"))
+    for step in plan.steps:
+        if isinstance(step, KernelLaunch):
+            compiler.build(step.kernel)
+    operands = {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights} | weights.arrays()
+    results = {"y": jax.ShapeDtypeStruct(x.shape, x.dtype)}
+    if with_stats:
+        operands["stats"] = jnp.zeros(weights.w13_weight.shape[0], jnp.int32)
+        results["stats"] = jax.ShapeDtypeStruct(operands["stats"].shape, jnp.int32)
+    out = launcher.launch(plan, operands, results, buffer_key=route.buffer_key, command_buffer=True)
+    return out["y"], out.get("stats")
