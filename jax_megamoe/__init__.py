@@ -1,4 +1,10 @@
-"""DeepGEMM's MegaMoE kernels as a JAX op."""
+"""DeepGEMM's MegaMoE kernels as a JAX op.
+
+`MegaMoE`, the layer, is imported on first use: it is the only name that needs Flax.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from jax_megamoe.config import Activation as Activation
 from jax_megamoe.config import MoEConfig as MoEConfig
@@ -16,3 +22,16 @@ from jax_megamoe.reference import einsum_moe as einsum_moe
 from jax_megamoe.weights.experts import dequantize_experts as dequantize_experts
 from jax_megamoe.weights.experts import quantize_experts as quantize_experts
 from jax_megamoe.weights.params import ExpertWeights as ExpertWeights
+
+if TYPE_CHECKING:
+    from jax_megamoe.layer import MegaMoE as MegaMoE
+
+
+def __getattr__(name: str) -> Any:
+    if name != "MegaMoE":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return import_module("jax_megamoe.layer").MegaMoE
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), "MegaMoE"])
