@@ -275,8 +275,9 @@ def _choose(
 
 @lru_cache
 def _log_fallback(config: MoEConfig, reason: str) -> None:
-    """Says once for each config and reason why it runs `xla`."""
-    _log.info("%s runs implementation xla: %s", config, reason)
+    """Says once for each config and reason why it runs `xla`: loudly where a GPU is idle for it."""
+    level = logging.WARNING if jax.default_backend() == "gpu" else logging.INFO
+    _log.log(level, "%s runs implementation xla: %s", config, reason)
 
 
 def _deep_gemm(config: MoEConfig, weights: ExpertWeights, place: _Place, x: Any) -> _How:
