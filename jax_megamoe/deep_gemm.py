@@ -1,21 +1,22 @@
 """The custom call: choose the kernel, get its buffer, launch it on each rank."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, BFloat16, Float32, Int32
 
-from jax_megamoe import _checks, _extension, launcher, symmetric_memory
+from jax_megamoe import _checks, _extension, expert, launcher, symmetric_memory
 from jax_megamoe import compile as compiler
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.devices import device_spec
 from jax_megamoe.plan import check_sizes, plan_mega_moe
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.launch import KernelLaunch, LaunchPlan
-from jax_megamoe.weights.params import INTERLEAVE_8, SGL_FP4, ExpertWeights
+from jax_megamoe.weights.params import INTERLEAVE_8, SGL_FP4, ExpertWeights, default_layout
 
 Axis = str | tuple[str, ...]
 
@@ -86,7 +87,9 @@ def find_route(
     config: MoEConfig,
     groups: Sequence[Sequence[jax.Device]] | None,
     axis: Axis | None,
+    *,
     num_ranks: int = 1,
+    layout: str | None = None,
 ) -> Route:
     """The route of a config's calls over `groups` of devices, its buffer allocated.
 
@@ -96,6 +99,8 @@ def find_route(
             whose mesh is not known: the buffer must have been allocated.
         axis: the expert-parallel axis, which names the buffer.
         num_ranks: ranks, where groups is None.
+        layout: row order of the weights, which says whose NVFP4 kernel they are for; None: the
+            config's default.
 
     Raises:
         NotImplementedError, ValueError, RuntimeError: as `allocate_buffers`.
@@ -104,6 +109,9 @@ def find_route(
     _extension.module()
     device = jax.local_devices()[0] if groups is None else groups[0][0]
     ranks = num_ranks if groups is None else len(groups[0])
+    if config.weight_format.name == "nvfp4" and config.kernel_source is None:
+        wanted = "sgl" if (layout or default_layout(config)) == SGL_FP4 else "vllm"
+        config = replace(config, kernel_source=wanted)
     source = check_supported(config, device, ranks)
     compiler.find_source(source)
     spec = device_spec(device, config.reserved_sms)
@@ -127,7 +135,7 @@ def find_route(
 
 def default_device() -> jax.Device:
     """The device of calls without an axis whose arrays do not say."""
-    return jax.config.jaxdefault_device or jax.local_devices()[0]
+    return jax.config.jax_default_device or jax.local_devices()[0]
 
 
 def check_parameters(config: MoEConfig, weights: ExpertWeights, source: str) -> None:
@@ -163,6 +171,7 @@ def moe(
     *,
     config: MoEConfig,
     route: Route,
+    axis: Axis | None = None,
     with_stats: bool = False,
 ) -> tuple[BFloat16[Array, "tokens hidden"], Int32[Array, " experts"] | None]:
     """One launch on one rank.
@@ -174,6 +183,7 @@ def moe(
         weights: this rank's parameters.
         config: the layer.
         route: from `find_route`.
+        axis: the manual mesh axis (axes) of expert parallelism; None on one rank.
         with_stats: count tokens of each local expert.
 
     Returns:
@@ -187,9 +197,27 @@ def moe(
         if isinstance(step, KernelLaunch):
             compiler.build(step.kernel)
     operands = {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights} | weights.arrays()
+    if config.weight_format.weight.has_global_scale:
+        operands |= _sgl_factors(weights, axis)
     results = {"y": jax.ShapeDtypeStruct(x.shape, x.dtype)}
     if with_stats:
         operands["stats"] = jnp.zeros(weights.w13_weight.shape[0], jnp.int32)
         results["stats"] = jax.ShapeDtypeStruct(operands["stats"].shape, jnp.int32)
     out = launcher.launch(plan, operands, results, buffer_key=route.buffer_key, command_buffer=True)
     return out["y"], out.get("stats")
+
+
+def _sgl_factors(weights: ExpertWeights, axis: Axis | None) -> dict[str, Array]:
+    """NVFP4's float32 factors as sgl's kernel multiplies by them.
+
+    w13_weight_scale_2 [E, 2] for gate and up; w2_input_scale [E], the inverse of the one scale of
+    second inputs; w2_weight_scale_2 [E], which takes that scale back.
+    """
+    largest = jnp.max(weights.w2_input_scale)
+    scale = expert.input_scale(lax.pmax(largest, axis) if axis else largest)
+    first, second = weights.w13_weight_scale_2, weights.w2_weight_scale_2
+    return {
+        "w13_weight_scale_2": jnp.stack([first, first], axis=-1),
+        "w2_input_scale": jnp.ones_like(second) / scale,
+        "w2_weight_scale_2": second * scale,
+    }

@@ -288,7 +288,9 @@ def _deep_gemm(config: MoEConfig, weights: ExpertWeights, place: _Place, x: Any)
         groups = symmetric_memory.groups_of(place.mesh, place.axis)
     else:
         groups = None
-    route = deep_gemm.find_route(config, groups, place.axis, place.num_ranks)
+    route = deep_gemm.find_route(
+        config, groups, place.axis, num_ranks=place.num_ranks, layout=weights.layout
+    )
     deep_gemm.check_parameters(config, weights, route.source)
     return _How("deep_gemm", route)
 
@@ -321,7 +323,14 @@ def _run_local(
             ids, factors = route(*routing, **options)
         with jax.named_scope("mega_moe/launch"):
             y, counts = deep_gemm.moe(
-                x, ids, factors, weights, config=config, route=how.route, with_stats=with_stats
+                x,
+                ids,
+                factors,
+                weights,
+                config=config,
+                route=how.route,
+                axis=place.axis,
+                with_stats=with_stats,
             )
         # A row without experts comes out 0 but for a fused shared expert.
         return (y if weights.shared is None else _zero_padding(y, mask)), counts
