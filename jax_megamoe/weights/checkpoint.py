@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -195,7 +195,7 @@ class ExpertLoader:
         """
         items = pairs.items() if isinstance(pairs, Mapping) else pairs
         with _progress(progress, self._prefix, None) as advance:
-            for name, array in items:
+            for name, array in cast(Iterable[tuple[str, Any]], items):
                 role = self._gathering.role(name)
                 if role is None:
                     continue
@@ -309,7 +309,8 @@ class ExpertLoader:
         cache: Cache = {}
         expert = keys[0][0]
         if len(keys) == 2 and self._joint(expert):
-            self._convert_joint(expert, *projections.values(), cache)
+            gate, up = projections.values()
+            self._convert_joint(expert, gate, up, cache)
         else:
             for (_, part), projection in projections.items():
                 matrix = requantize(projection.source(cache), self._form(expert))

@@ -133,11 +133,13 @@ class Gathering:
         """What nothing came for: weights of `experts`, and biases and input scales that only others
         of the wanted ones have.
         """
-        keys = list(product(experts, EACH_PART))
+        keys: list[Key] = list(product(experts, EACH_PART))
         lacking = [f"weight of {_named(key)}" for key in keys if (*key, "weight") not in self._seen]
-        local = [(expert, part) for expert, part in keys if expert in self._wanted - {SHARED}]
-        for kind, parts in (("bias", EACH_PART), ("input_scale", ("down",))):
-            of_kind = [key for key in local if key[1] in parts]
+        local: list[Key] = [
+            (expert, part) for expert, part in keys if expert in self._wanted - {SHARED}
+        ]
+        for kind in ("bias", "input_scale"):
+            of_kind = [key for key in local if kind == "bias" or key[1] == "down"]
             none = [key for key in of_kind if (*key, kind) not in self._seen]
             if len(none) < len(of_kind):
                 lacking += [f"{kind} of {_named(key)}" for key in none]
@@ -155,7 +157,7 @@ class Gathering:
     def _sort(self, tensor: Tensor, role: Role, order: _StackOrder | None) -> list[Key]:
         keys: list[Key] = []
         stacked = role.expert is None
-        experts = self._wanted - {SHARED} if stacked else [role.expert]
+        experts = self._wanted - {SHARED} if role.expert is None else {role.expert}
         for expert, part in product(sorted(experts), _parts(role)):
             piece = Piece(
                 tensor,

@@ -69,10 +69,10 @@ def select_format(
     if scheme == "fp8":
         raise _not_run("quantization_config", "FP8 under scales of another grid than 128x128")
     if scheme == "fp8_block":
-        device = jax.devices()[0] if device is None else device
-        capability = str(getattr(device, "compute_capability", ""))
+        target = jax.devices()[0] if device is None else device
+        capability = str(getattr(target, "compute_capability", ""))
         if not capability.startswith("9."):
-            name = f"{device.platform} {capability}".strip()
+            name = f"{target.platform} {capability}".strip()
             warnings.warn(
                 f"{prefix or 'experts'}: FP8 weights in 128x128 blocks are requantised to mxfp8 on "
                 f"this device ({name}); only SM90 GPUs run fp8_block",
@@ -181,7 +181,7 @@ def _compressed_group(name: str | None, weights: Mapping[str, Any]) -> Scheme:
     if name in ("float-quantized", "naive-quantized") and weights.get("type") == "float":
         block = weights.get("block_structure")
         return "fp8_block" if list(block or []) == [128, 128] else "fp8"
-    if name not in _COMPRESSED:
+    if name is None or name not in _COMPRESSED:
         bits = f" ({weights.get('type')}{weights.get('num_bits')})" if weights else ""
         raise _not_run("compressed-tensors format", f"{name!r}{bits}")
     return _COMPRESSED[name]

@@ -310,3 +310,48 @@ def test_zero_blocks_stay_zero(tmp_path: Path, rng: np.random.Generator) -> None
             assert np.isfinite(np.asarray(got)).all()
             expected = np.asarray(experts[part].values)[0]
             np.testing.assert_allclose(np.asarray(got)[0], expected, rtol=2**-8, atol=0)
+
+
+def test_gate_is_gate(tmp_path: Path) -> None:
+    """Gate rows of 1, up rows of 2, down rows of 4, in three arrangements."""
+    rows = dict(gate=1.0, up=2.0, down=4.0)
+    shapes = {part: files.sizes(part, E, H, INTER) for part in rows}
+    gate, up, down = (np.full(shapes[part], value, np.float32) for part, value in rows.items())
+    experts = dict(gate=gate, up=up, down=down)
+    arrangements: list[dict[str, np.ndarray]] = [
+        {f"{PREFIX}.{W123[part]}.weight": array for part, array in experts.items()},
+        {f"{PREFIX}.{e}.gate_up_proj.weight": np.concatenate([gate[e], up[e]]) for e in range(E)}
+        | {f"{PREFIX}.{e}.down_proj.weight": down[e] for e in range(E)},
+        {
+            f"{PREFIX}.gate_up_proj": files.alternating(gate, up).swapaxes(1, 2),
+            f"{PREFIX}.down_proj": down.swapaxes(1, 2),
+        },
+    ]
+    for form in ("mxfp4", "fp8_block"):
+        config = make_config(form)
+        for tensors in arrangements:
+            weights = load(tmp_path, config, tensors)
+            for value, got in zip(rows.values(), dequantize_experts(config, weights), strict=True):
+                np.testing.assert_allclose(np.asarray(got), value, rtol=1e-6)
+
+
+def test_an_exponent_is_not_a_number(tmp_path: Path) -> None:
+    """Byte 120 is 2^-7; a float32 scale between powers of two loses nothing to its rounding up."""
+    weight = {part: np.ones(files.sizes(part, E, H, INTER), jnp.float8_e4m3fn) for part in W123}
+    for scale, value in (
+        (np.uint8(120), 2**-7),
+        (np.full(1, 120, np.uint8).view(ml_dtypes.float8_e8m0fnu)[0], 2**-7),
+        (np.float32(1.5 * 2**-7), 1.5 * 2**-7),
+    ):
+        tensors = {
+            f"{PREFIX}.{e}.{files.PROJ[part]}.{suffix}": array
+            for e in range(E)
+            for part in weight
+            for suffix, array in (
+                ("weight", weight[part][e]),
+                ("scale", np.full([size // 32 for size in weight[part].shape[1:]], scale)),
+            )
+        }
+        config = make_config("mxfp8")
+        for got in dequantize_experts(config, load(tmp_path, config, tensors)):
+            assert (np.asarray(got) == value).all()

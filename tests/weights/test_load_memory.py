@@ -1,4 +1,4 @@
-"""Peak host memory of loading: the parameters, one expert and a constant, in a process of its own."""
+"""Peak host memory of loading: parameters, one expert and a constant, in a process of its own."""
 
 import os
 import subprocess
@@ -25,9 +25,9 @@ def test_peak_is_parameters_and_one_expert(
     many = {part: each._replace(**_repeated(each)) for part, each in one.items()}
     path = files.write_file(tmp_path / "whole", files.per_expert(many, prefix="experts"))
     root = Path(__file__).parents[2]
+    script = Path(__file__).with_name("measure_load.py")
     done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("measure_load.py"), path]
-        + [*map(str, (E, H, INTER)), form],
+        [sys.executable, script, path, *map(str, (E, H, INTER)), form],
         check=True,
         capture_output=True,
         text=True,
