@@ -1,16 +1,22 @@
 """`python -m jax_megamoe bench`: measurements that need no GPU, side by side in one run."""
 
+import datetime
+import os
+import platform
+import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 from jaxtyping import Array, BFloat16, Float32, Int32
-from rich.console import Console
+from rich import box
 from rich.table import Table
 
 from jax_megamoe.config import MoEConfig
@@ -96,41 +102,59 @@ def _ceiling(dtype: Any, rows: int = 512, size: int = 2048) -> float:
     return 2 * rows * size * size / _measure(product, (a, b), 7).seconds
 
 
-def bench_cpu(shape: Shape, formats: list[str], *, seed: int = 0, repeats: int = 9) -> None:
-    """`xla` in each format against the einsum layer in bf16: times, ratios, memory, FLOP/s.
+@dataclass(frozen=True)
+class Row:
+    """One measured layer.
 
-    Prints a table. Times are medians of `repeats` calls after one warm-up, on the default device.
+    Attributes:
+        name: implementation and format.
+        seconds: median of a call.
+        faster: seconds of the einsum layer over its own.
+        flops: floating-point operations of the matmuls of one call.
+        parameter_bytes: bytes of its parameters.
+        temporary_bytes: bytes that XLA plans for temporaries and the output.
+    """
+
+    name: str
+    seconds: float
+    faster: float
+    flops: int
+    parameter_bytes: int
+    temporary_bytes: int
+
+
+@dataclass(frozen=True)
+class CpuResult:
+    """What `bench_cpu` measured.
+
+    Attributes:
+        shape: sizes of the layer.
+        matmul_rate: FLOP/s of one large bf16 matmul in the same run.
+        rows: the einsum layer, then `xla` in each format.
+    """
+
+    shape: Shape
+    matmul_rate: float
+    rows: tuple[Row, ...]
+
+
+def bench_cpu(
+    shape: Shape, formats: Sequence[str], *, seed: int = 0, repeats: int = 9
+) -> CpuResult:
+    """`xla` in each format and the einsum layer in bf16, on the default device in one run.
 
     Args:
         shape: sizes of the layer.
         formats: names of the weight formats.
         seed: of the random inputs.
-        repeats: measured calls of each.
+        repeats: measured calls of each, after one warm-up.
     """
     inputs = _inputs(shape, seed)
+    tokens = (inputs.x, inputs.ids, inputs.factors)
     flops = 6 * shape.num_tokens * shape.hidden_size * shape.intermediate_size
-    dense = _measure(
-        einsum_layer, (inputs.x, inputs.ids, inputs.factors, *inputs.matrices), repeats
-    )
-    ceiling = _ceiling(jnp.bfloat16)
-    title = f"{shape}, bf16 matmul {ceiling / 1e9:.0f} GFLOP/s"
-    columns = ("layer", "ms", "einsum / this", "GFLOP", "GFLOP/s", "of matmul", "parameters MB")
-    table = Table(*columns, "temporary MB", title=title)
-
-    def add(name: str, measured: _Measured, experts: int, parameter_bytes: int) -> None:
-        rate = flops * experts / measured.seconds
-        table.add_row(
-            name,
-            f"{measured.seconds * 1e3:.1f}",
-            f"{dense.seconds / measured.seconds:.2f}",
-            f"{flops * experts / 1e9:.2f}",
-            f"{rate / 1e9:.0f}",
-            f"{rate / ceiling:.2f}",
-            f"{parameter_bytes / 1e6:.1f}",
-            f"{measured.temporary_bytes / 1e6:.1f}",
-        )
-
-    add("einsum bf16", dense, shape.num_experts, sum(m.nbytes for m in inputs.matrices))
+    dense = _measure(einsum_layer, (*tokens, *inputs.matrices), repeats)
+    dense_bytes = sum(matrix.nbytes for matrix in inputs.matrices)
+    rows = [_row("einsum bf16", dense, dense, flops * shape.num_experts, dense_bytes)]
     for name in formats:
         config = MoEConfig(
             num_experts=shape.num_experts,
@@ -142,6 +166,79 @@ def bench_cpu(shape: Shape, formats: list[str], *, seed: int = 0, repeats: int =
         )
         weights = quantize_experts(config, *inputs.matrices)
         call = partial(mega_moe, config=config, implementation="xla")
-        arguments = (inputs.x, inputs.ids, inputs.factors, weights)
-        add(f"xla {name}", _measure(call, arguments, repeats), shape.top_k, weights.num_bytes)
-    Console().print(table)
+        measured = _measure(call, (*tokens, weights), repeats)
+        flops_of_k = flops * shape.top_k
+        rows.append(_row(f"xla {name}", measured, dense, flops_of_k, weights.num_bytes))
+    return CpuResult(shape, _ceiling(jnp.bfloat16), tuple(rows))
+
+
+def _row(name: str, measured: _Measured, dense: _Measured, flops: int, num_bytes: int) -> Row:
+    faster = dense.seconds / measured.seconds
+    return Row(name, measured.seconds, faster, flops, num_bytes, measured.temporary_bytes)
+
+
+_COLUMNS: dict[str, Callable[[Row, CpuResult], str]] = {
+    "layer": lambda row, _: row.name,
+    "ms": lambda row, _: f"{row.seconds * 1e3:.1f}",
+    "faster": lambda row, _: f"{row.faster:.2f} x",
+    "GFLOP": lambda row, _: f"{row.flops / 1e9:.2f}",
+    "GFLOP/s": lambda row, _: f"{row.flops / row.seconds / 1e9:.0f}",
+    "of matmul": lambda row, all: f"{row.flops / row.seconds / all.matmul_rate:.2f}",
+    "params, MB": lambda row, _: f"{row.parameter_bytes / 1e6:.1f}",
+    "temp, MB": lambda row, _: f"{row.temporary_bytes / 1e6:.1f}",
+}
+"""What is said of a row, by the head of its column."""
+
+
+def table(result: CpuResult) -> Table:
+    """The result for a terminal of 80 columns or more."""
+    drawn = Table(title=_heading(result), box=box.SIMPLE_HEAD, padding=0)
+    for name in _COLUMNS:
+        drawn.add_column(name, justify="left" if name == "layer" else "right", no_wrap=True)
+    for row in result.rows:
+        drawn.add_row(*(text(row, result) for text in _COLUMNS.values()))
+    return drawn
+
+
+def markdown(result: CpuResult, arguments: str) -> str:
+    """The result as a Markdown page, with how, when and on what it was measured.
+
+    Args:
+        result: the result.
+        arguments: of `python -m jax_megamoe`, as given.
+    """
+    now = datetime.datetime.now(datetime.UTC)
+    lines = [
+        "# The layer on a CPU",
+        "",
+        f"`python -m jax_megamoe {arguments}`, {now:%Y-%m-%d}. {_processor()}, "
+        f"{os.cpu_count()} CPUs; Python {platform.python_version()}, jax {jax.__version__}, "
+        f"jaxlib {jaxlib.__version__}.",
+        "",
+        f"{_heading(result)}. Medians of one run, on one device. einsum bf16 applies every expert "
+        "to every token; xla only those that a token chose. `faster` is its time over the row's; "
+        "`of matmul` is the rate over that of one large bf16 matmul; `temp, MB` is what XLA plans "
+        "for temporaries and the output.",
+        "",
+        f"| {' | '.join(_COLUMNS)} |",
+        f"|---|{'---:|' * (len(_COLUMNS) - 1)}",
+    ]
+    for row in result.rows:
+        lines.append(f"| {' | '.join(text(row, result) for text in _COLUMNS.values())} |")
+    return "\n".join([*lines, ""])
+
+
+def _heading(result: CpuResult) -> str:
+    shape = result.shape
+    return (
+        f"{shape.num_experts} experts, top {shape.top_k}, hidden {shape.hidden_size}, intermediate "
+        f"{shape.intermediate_size}, {shape.num_tokens} tokens; bf16 matmul "
+        f"{result.matmul_rate / 1e9:.0f} GFLOP/s"
+    )
+
+
+def _processor() -> str:
+    """The processor's name."""
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*: (.*)$", info.read_text(), re.M) if info.exists() else []
+    return names[0] if names else platform.processor() or platform.machine()

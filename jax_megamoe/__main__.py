@@ -1,0 +1,8 @@
+"""`python -m jax_megamoe`."""
+
+import sys
+
+from jax_megamoe.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""The command line: `python -m jax_megamoe COMMAND`.
+
+A command is a function that takes its parser, adds its arguments, and returns what runs it; its
+docstring's first line is its help. `COMMANDS` lists them.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+from rich.console import Console
+
+from jax_megamoe.bench import Shape, bench_cpu, markdown, table
+from jax_megamoe.compile.errors import BuildError
+from jax_megamoe.demo import DemoSettings, run_demo
+from jax_megamoe.doctor import print_report
+from jax_megamoe.formats import WEIGHT_FORMATS
+
+DESCRIPTION = "Mixture-of-experts layers in JAX on DeepGEMM's fused kernels."
+
+Run = Callable[[argparse.Namespace], int]
+"""Runs a parsed command; returns the exit status."""
+
+_REFUSALS = (BuildError, ImportError, NotImplementedError, OSError, TypeError, ValueError)
+"""What a command raises for wrong arguments or a machine that lacks something."""
+
+
+def demo(parser: argparse.ArgumentParser) -> Run:
+    """Load a small checkpoint in each format and run it expert-parallel over CPU devices.
+
+    Exits with 1 if an error is larger than the format allows.
+    """
+    default = DemoSettings()
+    _add_sizes(parser, default)
+    parser.add_argument("--ranks", type=int, default=default.num_ranks, help="CPU devices")
+    _add_formats(parser)
+    parser.add_argument("--seed", type=int, default=default.seed, help="of weights and tokens")
+    parser.add_argument(
+        "--output", type=Path, default=default.output, help="folder of what is written"
+    )
+    parser.add_argument("--keep", action="store_true", help="keep the checkpoint there")
+
+    def run(arguments: argparse.Namespace) -> int:
+        settings = DemoSettings(
+            **_sizes(arguments),
+            num_ranks=arguments.ranks,
+            formats=tuple(dict.fromkeys(arguments.formats)),
+            seed=arguments.seed,
+            output=arguments.output,
+            keep=arguments.keep,
+        )
+        _use_cpu(settings.num_ranks)
+        return 0 if run_demo(settings) else 1
+
+    return run
+
+
+def bench(parser: argparse.ArgumentParser) -> Run:
+    """Measure the layer; `cpu`: xla in each format beside a plain einsum layer, on one device."""
+    parser.add_argument("what", choices=["cpu"])
+    default = Shape()
+    _add_sizes(parser, default)
+    _add_formats(parser)
+    parser.add_argument("--seed", type=int, default=0, help="of the inputs")
+    parser.add_argument("--repeats", type=int, default=9, help="measured calls of each")
+    parser.add_argument("--output", type=Path, help="also write the table to this Markdown file")
+
+    def run(arguments: argparse.Namespace) -> int:
+        _use_cpu(1)
+        shape = Shape(**_sizes(arguments))
+        result = bench_cpu(
+            shape,
+            tuple(dict.fromkeys(arguments.formats)),
+            seed=arguments.seed,
+            repeats=arguments.repeats,
+        )
+        Console().print(table(result))
+        if arguments.output:
+            arguments.output.parent.mkdir(parents=True, exist_ok=True)
+            arguments.output.write_text(markdown(result, " ".join(sys.argv[1:])))
+        return 0
+
+    return run
+
+
+def doctor(parser: argparse.ArgumentParser) -> Run:
+    """Say what this machine has, what is missing, and which formats run on it by what."""
+    _add_sizes(parser, Shape(64, 8, 2048, 1024, 4096))
+    parser.add_argument("--ranks", type=int, default=1, help="expert-parallel ranks (1)")
+
+    def run(arguments: argparse.Namespace) -> int:
+        sizes = _sizes(arguments)
+        sizes["max_num_tokens"] = sizes.pop("num_tokens")
+        print_report(Console(), sizes, arguments.ranks)
+        return 0
+
+    return run
+
+
+COMMANDS: tuple[Callable[[argparse.ArgumentParser], Run], ...] = (demo, bench, doctor)
+"""Every command, under its function's name."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command line, by default the process's; returns the exit status.
+
+    0: done; 1: done, and something is wrong; 2: refused, with the reason on stderr.
+    """
+    parser = argparse.ArgumentParser(prog="python -m jax_megamoe", description=DESCRIPTION)
+    parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    runs: dict[str, Run] = {}
+    for command in COMMANDS:
+        name, text = command.__name__, command.__doc__ or ""
+        summary = text.splitlines()[0]
+        added = commands.add_parser(name, help=summary, description=summary)
+        runs[name] = command(added)
+    arguments = parser.parse_args(argv)
+    try:
+        return runs[arguments.command](arguments)
+    except _REFUSALS as error:
+        if arguments.traceback:
+            raise
+        sys.stderr.write(f"python -m jax_megamoe {arguments.command}: error: {error}\n")
+        return 2
+
+
+_SIZES = {
+    "experts": "num_experts",
+    "top_k": "top_k",
+    "hidden": "hidden_size",
+    "intermediate": "intermediate_size",
+    "tokens": "num_tokens",
+}
+"""Field of a size by its option."""
+
+
+def _add_sizes(parser: argparse.ArgumentParser, default: DemoSettings | Shape) -> None:
+    for option, field in _SIZES.items():
+        parser.add_argument(
+            f"--{option.replace('_', '-')}",
+            type=int,
+            default=getattr(default, field),
+            help=f"{field} (%(default)s)",
+        )
+
+
+def _sizes(arguments: argparse.Namespace) -> dict[str, int]:
+    return {field: getattr(arguments, option) for option, field in _SIZES.items()}
+
+
+def _add_formats(parser: argparse.ArgumentParser) -> None:
+    names = list(WEIGHT_FORMATS)
+    parser.add_argument(
+        "--formats",
+        nargs="+",
+        default=names,
+        choices=names,
+        metavar="FORMAT",
+        help=f"of {', '.join(names)} (all)",
+    )
+
+
+def _use_cpu(num_devices: int) -> None:
+    """Has JAX make this many CPU devices and no others; before any is used."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", num_devices)

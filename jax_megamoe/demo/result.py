@@ -1,0 +1,56 @@
+"""What the demo found for a format, and what errors it allows."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Bounds(NamedTuple):
+    """Largest relative errors (Euclidean norm of the difference over that of the wanted) allowed.
+
+    Attributes:
+        exact: against the float32 layer on the checkpoint's own weights: all the rounding there is.
+        einsum: against `einsum_moe` on the same quantised weights, which rounds alike but sums in
+            another order.
+    """
+
+    exact: float
+    einsum: float
+
+
+BOUNDS = {
+    "mxfp4": Bounds(0.25, 5e-4),
+    "mxfp8": Bounds(0.078, 5e-4),
+    "nvfp4": Bounds(0.27, 2e-3),
+    "bf16": Bounds(0.005, 2e-4),
+    "fp8_block": Bounds(0.076, 5e-4),
+}
+"""By format; tests/tolerances.py says where the sizes come from."""
+
+
+@dataclass(frozen=True)
+class FormatResult:
+    """What one format gave.
+
+    Attributes:
+        form: its name.
+        parameter_bytes: bytes of the layer's parameters, scales included.
+        error_exact: relative error against the float32 layer on the checkpoint's weights.
+        error_einsum: relative error against `einsum_moe` on the same quantised weights.
+        tokens_per_second: tokens of all ranks over the median time of a call.
+        counts: [E], tokens that each expert got.
+    """
+
+    form: str
+    parameter_bytes: int
+    error_exact: float
+    error_einsum: float
+    tokens_per_second: float
+    counts: np.ndarray
+
+    @property
+    def within_bounds(self) -> bool:
+        """Whether both errors are allowed; NaN is not."""
+        bounds = BOUNDS[self.form]
+        return self.error_exact <= bounds.exact and self.error_einsum <= bounds.einsum
