@@ -4,7 +4,7 @@ Matrices are dicts from ``gate``, ``up`` and ``down`` to a `Stored` of all exper
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +13,8 @@ import ml_dtypes
 import numpy as np
 
 from jax_megamoe import quantization
+from jax_megamoe.config import MoEConfig
+from jax_megamoe.weights.params import ExpertWeights
 from jax_megamoe.weights.source import DTYPES
 
 PREFIX = "model.layers.3.mlp.experts"
@@ -151,6 +153,34 @@ def nvfp4(rng: np.random.Generator, experts: int, hidden: int, inter: int) -> Ex
         values = quantization.dequantize_nvfp4(weight, scale, glob)
         made[part] = Stored(weight, scale, glob, values)
     return made
+
+
+SOURCES: dict[str, Callable[..., Experts]] = {
+    "bf16": floats,
+    "fp8_block": fp8_block,
+    "mxfp8": mxfp8,
+    "mxfp4": mxfp4,
+    "nvfp4": nvfp4,
+}
+"""What makes experts that are stored in each format."""
+
+
+def make_config(
+    weight_format: str, experts: int, hidden: int, inter: int, **changes: Any
+) -> MoEConfig:
+    """A layer of these sizes."""
+    sizes = dict(num_experts=experts, hidden_size=hidden, intermediate_size=inter)
+    rest = dict(top_k=2, max_num_tokens=8, weight_format=weight_format)
+    return MoEConfig(**(sizes | rest | changes))
+
+
+def assert_same(a: ExpertWeights, b: ExpertWeights) -> None:
+    """The same fields, bit for bit."""
+    assert a.arrays().keys() == b.arrays().keys()
+    for name, array in a.arrays().items():
+        other = b.arrays()[name]
+        assert array.dtype == other.dtype, name
+        assert np.asarray(array).tobytes() == np.asarray(other).tobytes(), name
 
 
 def per_expert(

@@ -27,15 +27,19 @@ from jax_megamoe.weights.buffers import ParameterBuffers, place, placement_of
 from jax_megamoe.weights.dialects import SHARED, Dialect, Role
 from jax_megamoe.weights.gather import GateUpOrder, Gathering, Key
 from jax_megamoe.weights.params import ExpertWeights, check_weights, default_layout
-from jax_megamoe.weights.projection import Cache, Projection, bias, scalar
-from jax_megamoe.weights.requantize import SourceMatrix, requantize
+from jax_megamoe.weights.projection import (
+    Cache,
+    Projection,
+    agreed_global_scale,
+    bias,
+    scalar,
+    stacked,
+)
+from jax_megamoe.weights.requantize import requantize
 from jax_megamoe.weights.select import read_quantization_config, stored_scheme
 from jax_megamoe.weights.source import Checkpoint, HeldTensor, StoredTensor
 
 Pairs = Iterable[tuple[str, Any]] | Mapping[str, Any]
-
-GLOBAL_SCALE_TOLERANCE = 1e-5
-"""Largest relative difference of w1's and w3's global scales: the kernel takes one for both."""
 
 _IN_FLIGHT = 3
 _LISTED = 8
@@ -353,47 +357,6 @@ class ExpertLoader:
             more = f" and {len(lacking) - _LISTED} more" if len(lacking) > _LISTED else ""
             got = f"no {', no '.join(lacking[:_LISTED])}{more}"
             raise ValueError(_checks.message(self._prefix, "every tensor of every expert", got))
-
-
-def agreed_global_scale(expert: int, gate: SourceMatrix, up: SourceMatrix) -> np.ndarray:
-    """The one global scale of an expert's gate and up, both NVFP4.
-
-    A scale of 0, which only weights that are all 0 have, agrees with any.
-
-    Raises:
-        ValueError: they differ by more than `GLOBAL_SCALE_TOLERANCE`.
-    """
-    scales = [np.asarray(source.global_scale, np.float32) for source in (gate, up)]
-    low, high = min(scales), max(scales)
-    if low > 0 and high - low > GLOBAL_SCALE_TOLERANCE * high:
-        got = f"{scales[0]:.6g} for {gate.name} and {scales[1]:.6g} for {up.name}"
-        expected = f"one for gate and up, to a relative {GLOBAL_SCALE_TOLERANCE}"
-        raise ValueError(_checks.message(f"global scales of expert {expert}", expected, got))
-    return scales[0] if low > 0 else high
-
-
-def stacked(gate: SourceMatrix, up: SourceMatrix) -> SourceMatrix:
-    """Gate over up as one matrix, to be quantised under one global scale.
-
-    Raises:
-        TypeError: they are stored in different dtypes.
-    """
-    for other, this in ((gate.weight, up.weight), (gate.scale, up.scale)):
-        if getattr(other, "dtype", None) != getattr(this, "dtype", None):
-            raise TypeError(
-                _checks.message(
-                    up.name,
-                    f"the dtype of its gate, {getattr(other, 'dtype', 'no scale')}",
-                    getattr(this, "dtype", "no scale"),
-                )
-            )
-    if gate.scale is None or up.scale is None:
-        return SourceMatrix(gate.name, np.concatenate([gate.weight, up.weight]))
-    return SourceMatrix(
-        gate.name,
-        np.concatenate([gate.weight, up.weight]),
-        np.concatenate([gate.scale, up.scale]),
-    )
 
 
 def _checked_array(name: str, array: Any) -> Any:

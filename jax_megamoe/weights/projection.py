@@ -16,6 +16,9 @@ FLOATS = ("bfloat16", "float16", "float32")
 _PACKED = ("uint8", "int8")
 _E8M0_ONE = 127
 
+GLOBAL_SCALE_TOLERANCE = 1e-5
+"""Largest relative difference of w1's and w3's global scales: the kernel takes one for both."""
+
 Cache = dict[tuple[str, int | None], np.ndarray]
 """Slices read already, for pieces that share one."""
 
@@ -190,6 +193,47 @@ def bias(piece: Piece, size: int, cache: Cache) -> np.ndarray:
     if not np.isfinite(values).all():
         raise ValueError(_checks.message(piece.where, "finite numbers", "NaN or infinity"))
     return np.pad(values, (0, size - values.size))
+
+
+def agreed_global_scale(expert: int, gate: SourceMatrix, up: SourceMatrix) -> np.ndarray:
+    """The one global scale of an expert's gate and up, both NVFP4.
+
+    A scale of 0, which only weights that are all 0 have, agrees with any.
+
+    Raises:
+        ValueError: they differ by more than `GLOBAL_SCALE_TOLERANCE`.
+    """
+    scales = [np.asarray(source.global_scale, np.float32) for source in (gate, up)]
+    low, high = min(scales), max(scales)
+    if low > 0 and high - low > GLOBAL_SCALE_TOLERANCE * high:
+        got = f"{scales[0]:.6g} for {gate.name} and {scales[1]:.6g} for {up.name}"
+        expected = f"one for gate and up, to a relative {GLOBAL_SCALE_TOLERANCE}"
+        raise ValueError(_checks.message(f"global scales of expert {expert}", expected, got))
+    return scales[0] if low > 0 else high
+
+
+def stacked(gate: SourceMatrix, up: SourceMatrix) -> SourceMatrix:
+    """Gate over up as one matrix, to be quantised under one global scale.
+
+    Raises:
+        TypeError: they are stored in different dtypes.
+    """
+    for other, this in ((gate.weight, up.weight), (gate.scale, up.scale)):
+        if getattr(other, "dtype", None) != getattr(this, "dtype", None):
+            raise TypeError(
+                _checks.message(
+                    up.name,
+                    f"the dtype of its gate, {getattr(other, 'dtype', 'no scale')}",
+                    getattr(this, "dtype", "no scale"),
+                )
+            )
+    if gate.scale is None or up.scale is None:
+        return SourceMatrix(gate.name, np.concatenate([gate.weight, up.weight]))
+    return SourceMatrix(
+        gate.name,
+        np.concatenate([gate.weight, up.weight]),
+        np.concatenate([gate.scale, up.scale]),
+    )
 
 
 def granularity(size: int, entries: int, padded: int) -> int:

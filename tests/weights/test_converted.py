@@ -8,7 +8,7 @@ import checkpoint_files as files
 import jax
 import numpy as np
 import pytest
-from checkpoint_files import PREFIX
+from checkpoint_files import PREFIX, assert_same
 from jax.sharding import Mesh
 from safetensors import safe_open
 
@@ -19,18 +19,11 @@ from jax_megamoe.weights.converted import load_converted, save_experts
 from jax_megamoe.weights.params import ExpertWeights
 
 E, H, INTER = 8, 128, 128
-FORMATS = {
-    "bf16": files.floats,
-    "fp8_block": files.fp8_block,
-    "mxfp8": files.mxfp8,
-    "mxfp4": files.mxfp4,
-    "nvfp4": files.nvfp4,
-}
+FORMATS = files.SOURCES
 
 
 def make_config(form: str = "mxfp4", **changes: Any) -> MoEConfig:
-    sizes = dict(num_experts=E, top_k=2, hidden_size=H, intermediate_size=INTER, max_num_tokens=8)
-    return MoEConfig(**(sizes | dict(weight_format=form) | changes))
+    return files.make_config(form, E, H, INTER, **changes)
 
 
 def mesh_of(ranks: int) -> Mesh:
@@ -46,12 +39,6 @@ def made(rng: np.random.Generator, config: MoEConfig, **kwargs: Any) -> ExpertWe
     for part, size in sizes.items():
         tensors[f"{PREFIX}.{files.PROJ[part]}.bias"] = np.float32(rng.standard_normal((E, size)))
     return load_experts(config, tensors, prefix=PREFIX, progress=False, **kwargs)
-
-
-def assert_same(a: ExpertWeights, b: ExpertWeights) -> None:
-    assert a.arrays().keys() == b.arrays().keys()
-    for name, array in a.arrays().items():
-        assert np.asarray(array).tobytes() == np.asarray(b.arrays()[name]).tobytes(), name
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoint_files import PREFIX, W123, Experts
+from checkpoint_files import PREFIX, W123, Experts, assert_same
 
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.weights.checkpoint import load_experts
@@ -25,8 +25,7 @@ SHARED = PREFIX.replace("experts", "shared_experts")
 
 
 def make_config(form: str, **changes: Any) -> MoEConfig:
-    sizes = dict(num_experts=E, top_k=2, hidden_size=H, intermediate_size=INTER, max_num_tokens=8)
-    return MoEConfig(**(sizes | dict(weight_format=form) | changes))
+    return files.make_config(form, E, H, INTER, **changes)
 
 
 def load(tmp_path: Path, config: MoEConfig, tensors: dict[str, np.ndarray], **kwargs: Any) -> Any:
@@ -53,15 +52,6 @@ def assert_close(
         products += float((exact * loaded).sum())
         squares += float((loaded * loaded).sum())
     assert products / squares == pytest.approx(1, abs=gain)
-
-
-def assert_same(a: ExpertWeights, b: ExpertWeights) -> None:
-    """The same fields, bit for bit."""
-    assert a.arrays().keys() == b.arrays().keys()
-    for name, array in a.arrays().items():
-        other = b.arrays()[name]
-        assert array.dtype == other.dtype, name
-        assert np.asarray(array).tobytes() == np.asarray(other).tobytes(), name
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16, np.float32])
