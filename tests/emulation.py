@@ -1,0 +1,145 @@
+"""CPU devices that stand for GPUs of a given kind: plans are made for it, launches are recorded.
+
+Nothing between `mega_moe` and the driver is replaced but what needs a GPU machine: the device's
+kind, the kernel source and compiler, and the memory of symmetric buffers.
+"""
+
+import dataclasses
+import hashlib
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import pytest
+from recording import SYM_BUFFER_BYTES, RecordingDriver, fake_cubin, provider
+
+from jax_megamoe import _extension, compile, deep_gemm, symmetric_memory
+from jax_megamoe.plan.device import DeviceSpec
+from jax_megamoe.plan.kernel import KernelSpec
+
+B200 = DeviceSpec(100, 148)
+H200 = DeviceSpec(90, 132)
+
+MAX_RANKS = 72
+_BASE, _STRIDE = 1 << 44, 1 << 37
+
+_specs: dict[str, KernelSpec] = {}  # by the name that `named_cubin` gave
+_registered: dict[str, list[list[int]]] = {}  # device ids of each group, by buffer key
+
+
+def kernel_name(spec: str) -> str:
+    """What `named_cubin` calls the kernel of an encoded specification."""
+    return hashlib.sha256(spec.encode()).hexdigest()
+
+
+def named_cubin(spec: str) -> bytes:
+    """A fake cubin whose kernel is named by a hash of the whole specification."""
+    name = kernel_name(spec)
+    _specs[name] = _extension.decode_kernel(spec)
+    return b" ".join([name.encode(), *fake_cubin(spec).split()[1:]])
+
+
+def kernel_of(launch: dict[str, Any]) -> KernelSpec:
+    """What a recorded launch's kernel was compiled from."""
+    return _specs[launch["kernel"]]
+
+
+def u64(text: str) -> int:
+    """A recorded pointer parameter."""
+    return struct.unpack("<Q", bytes.fromhex(text))[0]
+
+
+def base_of(device: int) -> int:
+    """Address of the made-up symmetric buffer on a device: not in the order of the devices."""
+    return _BASE + (device * 5 + 3) % 8 * _STRIDE
+
+
+class Memory:
+    """Made-up symmetric buffers in place of `symmetric_memory`'s own.
+
+    The compiled module remembers them for the rest of the process: executables may hold them. One
+    key always stands for one set of groups.
+
+    Attributes:
+        allocated: the device ids of each group, by key, of one test.
+        num_bytes: of the buffer that was last asked for.
+    """
+
+    def __init__(self) -> None:
+        self.allocated: dict[str, list[list[int]]] = {}
+        self.num_bytes = 0
+
+    def allocate(self, key: str, num_bytes: int, groups: Sequence[Sequence[jax.Device]]) -> None:
+        """Names a buffer on each device; again with the same key, nothing."""
+        self.num_bytes = num_bytes
+        ids = [[device.id for device in group] for group in groups]
+        assert self.allocated.setdefault(key, ids) == ids, f"{key} on other devices"
+        if _registered.setdefault(key, ids) is not ids:
+            assert _registered[key] == ids, f"{key} on other devices than in another test"
+            return
+        assert num_bytes < _STRIDE
+        for group in ids:
+            bases = [base_of(device) for device in group]
+            for rank, (device, base) in enumerate(zip(group, bases, strict=True)):
+                _extension.module().register_symmetric_buffer(
+                    key, device, base, bases, rank, num_bytes
+                )
+
+    def is_allocated(self, key: str) -> bool:
+        """Whether `allocate` was called for the key in this test."""
+        return key in self.allocated
+
+
+def sym_buffer(group: Sequence[int], rank: int) -> bytes:
+    """The SymBuffer struct that a rank of a group of device ids is launched with."""
+    own = base_of(group[rank])
+    offsets = [base_of(device) - own for device in group]
+    offsets += [0] * (MAX_RANKS - len(group))
+    data = struct.pack("<Q72qI4x", own, *offsets, rank)
+    assert len(data) == SYM_BUFFER_BYTES
+    return data
+
+
+class Emulation:
+    """The recording driver, the made-up memory, and which device every CPU device stands for.
+
+    Attributes:
+        built: kernels asked of the compiler, in order.
+    """
+
+    def __init__(self, driver: RecordingDriver, memory: Memory) -> None:
+        self.driver = driver
+        self.memory = memory
+        self.device = B200
+        self.built: list[KernelSpec] = []
+
+    def device_spec(self, _: jax.Device, reserved_sms: int = 0) -> DeviceSpec:
+        """In place of `devices.device_spec`."""
+        return dataclasses.replace(self.device, num_sms=self.device.num_sms - reserved_sms)
+
+    def build(self, spec: KernelSpec) -> bytes:
+        """In place of `compile.build`."""
+        self.built.append(spec)
+        return b""
+
+    def launches(self, entry: str) -> dict[int, dict[str, Any]]:
+        """The one recorded launch of a kernel on each device, by device."""
+        found = [each for each in self.driver.launches() if kernel_of(each).symbol == entry]
+        by_device = {each["device"]: each for each in found}
+        assert len(by_device) == len(found), f"several launches of {entry} on a device"
+        return by_device
+
+
+@pytest.fixture
+def emulation(driver: RecordingDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulation]:
+    """Every CPU device stands for a B200, until `device` is set to another."""
+    memory = Memory()
+    emulated = Emulation(driver, memory)
+    monkeypatch.setattr(deep_gemm, "device_spec", emulated.device_spec)
+    monkeypatch.setattr(compile, "find_source", lambda name: None)
+    monkeypatch.setattr(compile, "build", emulated.build)
+    monkeypatch.setattr(symmetric_memory, "allocate", memory.allocate, raising=False)
+    monkeypatch.setattr(symmetric_memory, "is_allocated", memory.is_allocated)
+    with provider(named_cubin):
+        yield emulated
