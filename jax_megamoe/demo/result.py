@@ -20,13 +20,15 @@ class Bounds(NamedTuple):
 
 
 BOUNDS = {
-    "mxfp4": Bounds(0.25, 5e-4),
-    "mxfp8": Bounds(0.078, 5e-4),
-    "nvfp4": Bounds(0.27, 2e-3),
-    "bf16": Bounds(0.005, 2e-4),
-    "fp8_block": Bounds(0.076, 5e-4),
+    "mxfp4": Bounds(0.25, 1e-3),
+    "mxfp8": Bounds(0.078, 1e-3),
+    "nvfp4": Bounds(0.27, 4e-3),
+    "bf16": Bounds(0.005, 1e-3),
+    "fp8_block": Bounds(0.076, 1e-3),
 }
-"""By format; tests/tolerances.py says where the sizes come from."""
+"""By format: somewhat above tests/tolerances.py, which says where the sizes come from. Sizes of the
+layer are the user's here: few values vary more, and the longer a sum, the more often its order tips
+a rounding."""
 
 
 @dataclass(frozen=True)
