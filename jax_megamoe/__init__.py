@@ -1,6 +1,7 @@
 """DeepGEMM's MegaMoE kernels as a JAX op.
 
-`MegaMoE`, the layer, is imported on first use: it is the only name that needs Flax.
+`MegaMoE`, which needs Flax, and the names that read and write checkpoints are imported on first
+use.
 """
 
 from importlib import import_module
@@ -8,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from jax_megamoe.config import Activation as Activation
 from jax_megamoe.config import MoEConfig as MoEConfig
+from jax_megamoe.deep_gemm import allocate_buffers as allocate_buffers
+from jax_megamoe.deep_gemm import check_supported as check_supported
 from jax_megamoe.eplb import ReplicaMap as ReplicaMap
 from jax_megamoe.eplb import replica_map as replica_map
 from jax_megamoe.formats import BF16 as BF16
@@ -23,15 +26,31 @@ from jax_megamoe.weights.experts import dequantize_experts as dequantize_experts
 from jax_megamoe.weights.experts import quantize_experts as quantize_experts
 from jax_megamoe.weights.params import ExpertWeights as ExpertWeights
 
+__version__ = "0.1.0"
+
 if TYPE_CHECKING:
     from jax_megamoe.layer import MegaMoE as MegaMoE
+    from jax_megamoe.weights.checkpoint import load_experts as load_experts
+    from jax_megamoe.weights.checkpoint import reload_experts as reload_experts
+    from jax_megamoe.weights.converted import load_converted as load_converted
+    from jax_megamoe.weights.converted import save_experts as save_experts
+    from jax_megamoe.weights.select import select_format as select_format
+
+_ON_FIRST_USE = {
+    "MegaMoE": "layer",
+    "load_converted": "weights.converted",
+    "load_experts": "weights.checkpoint",
+    "reload_experts": "weights.checkpoint",
+    "save_experts": "weights.converted",
+    "select_format": "weights.select",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name != "MegaMoE":
+    if name not in _ON_FIRST_USE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_module("jax_megamoe.layer").MegaMoE
+    return getattr(import_module(f"jax_megamoe.{_ON_FIRST_USE[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), "MegaMoE"])
+    return sorted([*globals(), *_ON_FIRST_USE])
