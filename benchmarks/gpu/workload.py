@@ -1,0 +1,86 @@
+"""Layers, parameters and tokens that the scripts on a GPU run, and their kernels compiled ahead."""
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jax_megamoe.compile import compile_many
+from jax_megamoe.config import MoEConfig
+from jax_megamoe.plan.device import DeviceSpec
+from jax_megamoe.plan.launch import KernelLaunch, LaunchPlan
+from jax_megamoe.weights.experts import random_experts
+from jax_megamoe.weights.params import ExpertWeights
+
+MAX_TOKENS = 4096
+"""max_num_tokens of every layer here: that of the recorded launches."""
+
+SHAPES: dict[str, dict[str, int]] = {
+    "dsv3_ep8share": dict(num_experts=32, top_k=8, hidden_size=7168, intermediate_size=2048),
+    "qwen3_30b": dict(num_experts=128, top_k=8, hidden_size=2048, intermediate_size=768),
+    "v4_flash": dict(num_experts=256, top_k=6, hidden_size=4096, intermediate_size=2048),
+}
+"""Sizes by the name of the recorded launches: the experts of one of 8 ranks of DeepSeek-V3, and
+all experts of Qwen3-30B-A3B and of a layer of DeepSeek-V4-Flash's size."""
+
+H200 = DeviceSpec(90, 132)
+
+Tokens = tuple[Array, Array, Array]
+
+
+def config(shape: str, **changes: Any) -> MoEConfig:
+    """An fp8_block layer of a shape."""
+    sizes = {"max_num_tokens": MAX_TOKENS, **SHAPES[shape], **changes}
+    return MoEConfig(**sizes, weight_format="fp8_block")
+
+
+def weights(cfg: MoEConfig, seed: int = 0) -> ExpertWeights:
+    """Quantised normal matrices of variance 1 / fan-in, on the default device."""
+    return jax.block_until_ready(random_experts(cfg, jax.random.key(seed)))
+
+
+def tokens(cfg: MoEConfig, num_tokens: int, seed: int = 1) -> Tokens:
+    """x bfloat16 [T, H] and a random routing: ids int32 [T, K], weights float32 [T, K], sum 1."""
+    first, second = jax.random.split(jax.random.key(seed))
+    x = jax.random.normal(first, (num_tokens, cfg.hidden_size), jnp.bfloat16)
+    return x, *routing(cfg, num_tokens, second)
+
+
+def routing(cfg: MoEConfig, num_tokens: int, key: Array, lead: tuple[int, ...] = ()) -> Any:
+    """Random ids int32 [*lead, T, K], distinct in a token, and weights float32 that sum to 1."""
+    logits = jax.random.normal(key, (*lead, num_tokens, cfg.num_experts))
+    factors, ids = jax.lax.top_k(jax.nn.softmax(logits), cfg.top_k)
+    return ids, factors / factors.sum(-1, keepdims=True)
+
+
+def record_operands(x: Array, ids: Array, factors: Array, params: ExpertWeights) -> dict[str, int]:
+    """Addresses of a call's arrays by the names that the recorded launches use."""
+    arrays = {
+        "x": x,
+        "topk_idx": ids,
+        "topk_weights": factors,
+        "l1_weights": params.w13_weight,
+        "l1_weights_sf": params.w13_weight_scale,
+        "l2_weights": params.w2_weight,
+        "l2_weights_sf": params.w2_weight_scale,
+    }
+    jax.block_until_ready(list(arrays.values()))
+    return {name: array.unsafe_buffer_pointer() for name, array in arrays.items()}
+
+
+def compile_kernels(plans: Iterable[LaunchPlan]) -> str:
+    """Compiles what the plans launch, several at a time; returns how many in how many seconds.
+
+    Raises:
+        RuntimeError: the first kernel that could not be compiled.
+    """
+    start = time.perf_counter()
+    steps = (step for plan in plans for step in plan.steps)
+    outcomes = compile_many(step.kernel for step in steps if isinstance(step, KernelLaunch))
+    for outcome in outcomes:
+        if outcome.error is not None:
+            raise outcome.error
+    return f"{len(outcomes)} kernels compiled or read in {time.perf_counter() - start:.1f} s"
