@@ -202,7 +202,7 @@ class PeerMemory:
             return HandleType.POSIX_FD
         without = [rank for rank, member in members.items() if not member.supports_fabric]
         if without:
-            expected = "devices of one host, or FABRIC handles between its hosts"
+            expected = "processes of one host and container, or FABRIC handles"
             got = f"no FABRIC support on {', '.join(without)}"
             raise NotImplementedError(
                 _checks.message(f"groups[{group}]", expected, got, _FABRIC_HINT)
@@ -270,8 +270,8 @@ class PeerMemory:
             expected = f"memory that devices {ordinals} can map"
             hint = _FABRIC_HINT if self._kinds[seat.group] is HandleType.FABRIC else ""
             name = f"{self._name()}, rank {seat.rank} of groups[{seat.group}]"
-            kind = NotImplementedError if error.code in REFUSALS else RuntimeError
-            raise kind(_checks.message(name, expected, error, hint)) from error
+            error_type = NotImplementedError if error.code in REFUSALS else RuntimeError
+            raise error_type(_checks.message(name, expected, error, hint)) from error
         self._memory.callback(self._driver().unmap, address, size)
         self._addresses[seat] = address
 

@@ -127,7 +127,7 @@ def _timeout(seconds: float | None) -> float:
 
 def _client() -> Any:
     """JAX's client of the key-value store."""
-    from jax._src import distributed  # noqa: PLC0415 (no public name; only several processes need it)
+    from jax._src import distributed  # noqa: PLC0415 (no public name; rarely needed)
 
     client = distributed.global_state.client
     if client is None:

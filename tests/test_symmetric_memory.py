@@ -183,6 +183,15 @@ def test_a_failure_anywhere_leaves_nothing() -> None:
         here.memory.close()
 
 
+def test_closing_frees_even_where_the_device_failed() -> None:
+    here = Setting()
+    here.allocate([fake_devices(2)])
+    here.driver.fail_at = len(here.driver.calls)
+    with pytest.raises(CudaError, match="synchronize: CUDA_ERROR_UNKNOWN"):
+        here.memory.close()
+    assert (here.held(), here.memory.is_allocated(KEY)) == ([0, 0, 0], False)
+
+
 def test_a_failed_registration_leaves_nothing() -> None:
     here = Setting()
     here.registry.taken = {2}
@@ -380,7 +389,7 @@ REFUSED = (
 SHORTAGE = "RuntimeError: symmetric buffer 'ep/2' on device 0: expected 8192 free bytes, got 0 of"
 SIZES = "the same num_bytes in every process, got {0: 5000, 1: 5001}"
 NO_FABRIC = (
-    "groups[0]: expected devices of one host, or FABRIC handles between its hosts, got no FABRIC "
+    "groups[0]: expected processes of one host and container, or FABRIC handles, got no FABRIC "
     "support on rank 1; ranks on several hosts need an NVLink domain (such as an NVL72) with an "
     "IMEX channel for this user"
 )
