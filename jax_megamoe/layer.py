@@ -9,7 +9,7 @@ from jaxtyping import Array, BFloat16, Bool, Float32, Int32
 
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.eplb import ReplicaMap
-from jax_megamoe.op import mega_moe
+from jax_megamoe.op import mega_moe, place_of
 from jax_megamoe.weights.experts import random_experts
 from jax_megamoe.weights.params import ARRAY_FIELDS, ExpertWeights, check_weights
 
@@ -50,8 +50,11 @@ class MegaMoE(nnx.Module):
             rngs: source of the random parameters (its ``params`` stream).
 
         Raises:
-            ValueError: neither weights nor rngs, or weights that are not the config's.
+            ValueError: neither weights nor rngs, weights that are not the config's, a mesh without
+                the axis, or experts that do not divide by its ranks.
         """
+        if mesh is not None:
+            place_of(config, mesh, axis)
         if weights is None:
             if rngs is None:
                 raise ValueError(
@@ -109,4 +112,6 @@ def _param(
 ) -> nnx.Param[Array]:
     if specs is None:
         return nnx.Param(array)
-    return nnx.Param(array, out_sharding=tuple(getattr(specs, name)), mesh=mesh)
+    # nnx takes the empty spec of a replicated array for none at all.
+    sharding = tuple(getattr(specs, name)) or (None,) * array.ndim
+    return nnx.Param(array, out_sharding=sharding, mesh=mesh)

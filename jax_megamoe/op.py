@@ -79,7 +79,7 @@ def mega_moe(  # noqa: PLR0913 (one keyword for each thing a call may need)
         TypeError: a dtype that does not fit.
         NotImplementedError: the named implementation cannot run here.
     """
-    place = _place(config, mesh, axis)
+    place = place_of(config, mesh, axis)
     _check_arrays(x, topk_ids, topk_weights, padding_mask, eplb, config)
     _check_num_tokens(x.shape[0], config, place)
     local_experts = config.num_experts
@@ -127,7 +127,12 @@ class _Place(NamedTuple):
     mesh: Mesh | AbstractMesh | None
 
 
-def _place(config: MoEConfig, mesh: Mesh | None, axis: Axis | None) -> _Place:
+def place_of(config: MoEConfig, mesh: Mesh | None, axis: Axis | None) -> _Place:
+    """Where a call with this mesh and axis runs.
+
+    Raises:
+        ValueError: a mesh without an axis, an axis that no mesh has, experts that do not divide.
+    """
     if axis is None:
         if mesh is not None:
             raise ValueError(_checks.message("axis", "the expert-parallel axis of the mesh", None))
@@ -282,7 +287,8 @@ def _log_fallback(config: MoEConfig, reason: str) -> None:
 
 def _deep_gemm(config: MoEConfig, weights: ExpertWeights, place: _Place, x: Any) -> _How:
     if place.axis is None:
-        devices = [] if isinstance(x, jax.core.Tracer) else list(x.devices())
+        concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+        devices = list(x.devices()) if concrete else []
         groups = [[devices[0] if devices else deep_gemm.default_device()]]
     elif isinstance(place.mesh, Mesh):
         groups = symmetric_memory.groups_of(place.mesh, place.axis)

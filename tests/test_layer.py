@@ -87,7 +87,7 @@ def test_split_and_merge_under_jit() -> None:
 
 def test_update_puts_other_parameters_in_without_a_retrace() -> None:
     cfg = cases.config("mxfp8")
-    first, second = layer(cfg), mm.MegaMoE(cfg, rngs=nnx.Rngs(0))
+    first, second = layer(cfg), mm.MegaMoE(cfg, rngs=nnx.Rngs(0), implementation="xla")
     traces = []
 
     @nnx.jit
