@@ -1,7 +1,8 @@
 """The custom call: choose the kernel, get its buffer, launch it on each rank."""
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +60,8 @@ def check_supported(config: MoEConfig, device: jax.Device, num_ranks: int = 1) -
         NotImplementedError: the device, or the format or activation on it.
         ValueError: sizes out of the kernel's limits, which the message names.
     """
-    return check_sizes(config, device_spec(device, config.reserved_sms), num_ranks)
+    spec = device_spec(device, config.reserved_sms)
+    return check_sizes(config, spec, num_ranks, _source_of(config, default_layout(config)))
 
 
 def allocate_buffers(
@@ -89,7 +91,7 @@ def find_route(
     axis: Axis | None,
     *,
     num_ranks: int = 1,
-    layout: str | None = None,
+    weights: ExpertWeights | None = None,
 ) -> Route:
     """The route of a config's calls over `groups` of devices, its buffer allocated.
 
@@ -99,38 +101,52 @@ def find_route(
             whose mesh is not known: the buffer must have been allocated.
         axis: the expert-parallel axis, which names the buffer.
         num_ranks: ranks, where groups is None.
-        layout: row order of the weights, which says whose NVFP4 kernel they are for; None: the
-            config's default.
+        weights: the parameters, checked before anything is allocated; NVFP4's row order says whose
+            kernel they are for. None: any in the config's default order.
 
     Raises:
-        NotImplementedError, ValueError, RuntimeError: as `allocate_buffers`.
+        NotImplementedError, ValueError, RuntimeError: as `allocate_buffers`; parameters that no
+            kernel takes.
         ImportError: the compiled module is missing.
     """
     _extension.module()
     device = jax.local_devices()[0] if groups is None else groups[0][0]
     ranks = num_ranks if groups is None else len(groups[0])
-    if config.weight_format.name == "nvfp4" and config.kernel_source is None:
-        wanted = "sgl" if (layout or default_layout(config)) == SGL_FP4 else "vllm"
-        config = replace(config, kernel_source=wanted)
-    source = check_supported(config, device, ranks)
-    compiler.find_source(source)
     spec = device_spec(device, config.reserved_sms)
+    layout = default_layout(config) if weights is None else weights.layout
+    source = check_sizes(config, spec, ranks, _source_of(config, layout))
+    if weights is not None:
+        _check_parameters(config, weights, source)
+    compiler.find_source(source)
     num_bytes = plan_mega_moe(config, spec, 0, ranks, source).buffer.num_bytes
     names = "none" if axis is None else axis if isinstance(axis, str) else "+".join(axis)
-    key = f"{names}/{ranks}/{num_bytes}"
-    if groups is not None:
-        symmetric_memory.allocate(key, num_bytes, groups)
-    elif not symmetric_memory.is_allocated(key):
-        raise ValueError(
-            _checks.message(
-                "mesh",
-                "the mesh of the shard_map around this call",
-                None,
-                "pass mesh= too, or call jax_megamoe.allocate_buffers(config, mesh=mesh, "
-                "axis=axis) once before",
-            )
-        )
+    name = f"{names}/{ranks}/{num_bytes}/"
+    if groups is None:
+        return Route(spec, source, ranks, _allocated_key(name))
+    ids = [[device.id for device in group] for group in groups]
+    key = name + hashlib.sha256(str(ids).encode()).hexdigest()[:16]
+    symmetric_memory.allocate(key, num_bytes, groups)
     return Route(spec, source, ranks, key)
+
+
+def _source_of(config: MoEConfig, layout: str) -> str | None:
+    """The kernel source that is fixed: the config's, or the one NVFP4's row order is for."""
+    if config.kernel_source is None and config.weight_format.name == "nvfp4":
+        return "sgl" if layout == SGL_FP4 else "vllm"
+    return config.kernel_source
+
+
+def _allocated_key(name: str) -> str:
+    """The one buffer of that name, over whichever devices."""
+    keys = symmetric_memory.keys(name)
+    if len(keys) == 1:
+        return keys[0]
+    got, hint = f"None, and {len(keys)} meshes with buffers", "pass mesh= too"
+    if not keys:
+        call = "jax_megamoe.allocate_buffers(config, mesh=mesh, axis=axis)"
+        got, hint = "None", f"{hint}, or call {call} once before"
+    expected = "the mesh of the shard_map around this call"
+    raise ValueError(_checks.message("mesh", expected, got, hint))
 
 
 def default_device() -> jax.Device:
@@ -138,13 +154,8 @@ def default_device() -> jax.Device:
     return jax.config.jax_default_device or jax.local_devices()[0]
 
 
-def check_parameters(config: MoEConfig, weights: ExpertWeights, source: str) -> None:
-    """Checks what the kernels ask of parameters beyond their shapes.
-
-    Raises:
-        NotImplementedError: biases, which no kernel has.
-        ValueError: NVFP4 rows in another source's order.
-    """
+def _check_parameters(config: MoEConfig, weights: ExpertWeights, source: str) -> None:
+    """Checks what the kernels ask of parameters beyond their shapes."""
     if weights.w13_bias is not None or weights.w2_bias is not None:
         expected = "no biases for implementation deep_gemm"
         raise NotImplementedError(

@@ -295,9 +295,8 @@ def _deep_gemm(config: MoEConfig, weights: ExpertWeights, place: _Place, x: Any)
     else:
         groups = None
     route = deep_gemm.find_route(
-        config, groups, place.axis, num_ranks=place.num_ranks, layout=weights.layout
+        config, groups, place.axis, num_ranks=place.num_ranks, weights=weights
     )
-    deep_gemm.check_parameters(config, weights, route.source)
     return _How("deep_gemm", route)
 
 

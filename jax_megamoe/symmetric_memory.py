@@ -130,9 +130,9 @@ class SymmetricMemory:
                 hint = "close it first, or use another key"
                 raise ValueError(_checks.message(f"symmetric buffer {key!r}", expected, got, hint))
 
-    def is_allocated(self, key: str) -> bool:
-        """Whether this process has buffers under `key`."""
-        return key in self._buffers
+    def keys(self, start: str = "") -> list[str]:
+        """The keys beginning with `start` under which this process has buffers."""
+        return [key for key in self._buffers if key.startswith(start)]
 
     def close(self, key: str | None = None) -> None:
         """Frees this process's buffers under `key`, or all of them; does nothing where none are.
@@ -203,5 +203,5 @@ def _members(groups: Groups) -> dict[int, str]:
 
 _here = SymmetricMemory()
 allocate = _here.allocate
-is_allocated = _here.is_allocated
+keys = _here.keys
 close = _here.close

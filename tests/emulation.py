@@ -86,9 +86,9 @@ class Memory:
                     key, device, base, bases, rank, num_bytes
                 )
 
-    def is_allocated(self, key: str) -> bool:
-        """Whether `allocate` was called for the key in this test."""
-        return key in self.allocated
+    def keys(self, start: str = "") -> list[str]:
+        """Keys beginning with `start` that `allocate` was called for in this test."""
+        return [key for key in self.allocated if key.startswith(start)]
 
 
 def sym_buffer(group: Sequence[int], rank: int) -> bytes:
@@ -139,7 +139,7 @@ def emulation(driver: RecordingDriver, monkeypatch: pytest.MonkeyPatch) -> Itera
     monkeypatch.setattr(deep_gemm, "device_spec", emulated.device_spec)
     monkeypatch.setattr(compile, "find_source", lambda name: None)
     monkeypatch.setattr(compile, "build", emulated.build)
-    monkeypatch.setattr(symmetric_memory, "allocate", memory.allocate, raising=False)
-    monkeypatch.setattr(symmetric_memory, "is_allocated", memory.is_allocated)
+    monkeypatch.setattr(symmetric_memory, "allocate", memory.allocate)
+    monkeypatch.setattr(symmetric_memory, "keys", memory.keys)
     with provider(named_cubin):
         yield emulated
