@@ -33,6 +33,15 @@ AGREEMENT = {
 """Any implementation against `reference`, and `reference` against the NumPy oracle."""
 
 
+KERNEL_AGREEMENT = {
+    # Hopper's tensor cores drop low bits of an FP8 sum over 128 of K (some 14 are kept), so
+    # far more codes of the second matmul's input fall on their other side: 1.3 to 2 % was measured
+    # on an H200 (issue 3). A block scale that is lost or misplaced is off by much more.
+    "fp8_block": Agreement(norm=2.5e-2, token=5e-2),
+}
+"""A kernel on its GPU against `reference`."""
+
+
 class Accuracy(NamedTuple):
     """The layer against exact arithmetic: plain SwiGLU, normal tokens and weights.
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import jax
@@ -42,6 +43,7 @@ def weights(cfg: MoEConfig, seed: int = 0) -> ExpertWeights:
     return jax.block_until_ready(random_experts(cfg, jax.random.key(seed)))
 
 
+@partial(jax.jit, static_argnames=("cfg", "num_tokens", "seed"))
 def tokens(cfg: MoEConfig, num_tokens: int, seed: int = 1) -> Tokens:
     """x bfloat16 [T, H] and a random routing: ids int32 [T, K], weights float32 [T, K], sum 1."""
     first, second = jax.random.split(jax.random.key(seed))
