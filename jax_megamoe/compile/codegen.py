@@ -35,7 +35,7 @@ def generate(spec: KernelSpec, source: KernelSource) -> str:
 #include <{spec.header}>
 #include <cuda/std/type_traits>
 
-using namespace deep_gemm;
+using namespace {source.namespace};
 
 {assertions}
 

@@ -241,6 +241,10 @@ _TENSOR_MAP = "struct alignas(128) { char bytes[128]; }"
 
 
 def _aligned_tensor_map(include_dir: Path) -> dict[str, str]:
-    """CUTE's descriptor header, its stand-in for CUtensorMap aligned as in cuda.h."""
-    text = (include_dir / TENSOR_MAP_HEADER).read_text()
+    """CUTE's descriptor header, if there is one, its stand-in for CUtensorMap aligned as in
+    cuda.h."""
+    header = include_dir / TENSOR_MAP_HEADER
+    if not header.is_file():
+        return {}
+    text = header.read_text()
     return {TENSOR_MAP_HEADER: text.replace("struct alignas(64) { char bytes[128]; }", _TENSOR_MAP)}

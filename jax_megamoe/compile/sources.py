@@ -1,4 +1,5 @@
-"""Kernel sources: installed DeepGEMM headers, found without importing the packages that ship them.
+"""Kernel sources: installed DeepGEMM headers, found without importing the packages that ship them,
+and this package's own kernels.
 
 Importing `deep_gemm` or `vllm` would load torch; `importlib` finds their folders and the
 distribution's metadata gives the version.
@@ -15,26 +16,35 @@ from pathlib import Path
 from jax_megamoe._checks import message, one_of
 from jax_megamoe.compile.errors import CUDA_EXTRA, MissingDependency
 
+BUILT_IN = "jax_megamoe"
+"""The source that is part of this package."""
+
 TENSOR_MAP_HEADER = "cute/arch/copy_sm90_desc.hpp"
 """CUTE's header that declares a tensor map."""
 
 
 @dataclass(frozen=True)
 class KernelSource:
-    """DeepGEMM's headers as found on this machine.
+    """A folder of headers as found on this machine.
 
     Attributes:
-        name: ``"sgl"`` or ``"vllm"``.
+        name: ``"sgl"``, ``"vllm"`` or ``"jax_megamoe"``.
         version: the distribution's, or a checkout's VERSION file, or ``"checkout"``.
-        include_dir: folder that holds ``deep_gemm/``, ``cute/`` and ``cutlass/``.
-        fingerprint: SHA-256 over the headers under ``deep_gemm/`` and CUTLASS's version header,
-            hexadecimal.
+        include_dir: folder that holds ``deep_gemm/``, ``cute/`` and ``cutlass/``; of this package's
+            kernels, the headers themselves.
+        fingerprint: SHA-256 over the headers under ``deep_gemm/`` and CUTLASS's version header, or
+            over this package's, hexadecimal.
     """
 
     name: str
     version: str
     include_dir: Path
     fingerprint: str
+
+    @property
+    def namespace(self) -> str:
+        """C++ namespace of its kernels."""
+        return BUILT_IN if self.name == BUILT_IN else "deep_gemm"
 
 
 @dataclass(frozen=True)
@@ -65,7 +75,7 @@ _DISTRIBUTIONS = {
     ),
 }
 
-SOURCE_NAMES = tuple(_DISTRIBUTIONS)
+SOURCE_NAMES = (*_DISTRIBUTIONS, BUILT_IN)
 """The names that `KernelSpec.source` may have."""
 
 
@@ -80,25 +90,34 @@ def find_source(name: str) -> KernelSource:
         MissingDependency: not installed, or a folder without the headers; names the pip command.
     """
     one_of("source", name, SOURCE_NAMES)
+    if name == BUILT_IN:
+        folder = Path(__file__).parents[1] / "kernels"
+        return KernelSource(name, _version("jax-megamoe") or "checkout", folder, _digest(folder))
     where = _DISTRIBUTIONS[name]
     root = os.environ.get(where.variable)
     version, include_dir = _unpacked(where, Path(root)) if root else _installed(where)
     _check_headers(where, include_dir)
-    return KernelSource(name, version, include_dir, _fingerprint(include_dir))
+    return KernelSource(
+        name, version, include_dir, _digest(include_dir, "deep_gemm", "cutlass/version.h")
+    )
 
 
 def _installed(where: _Distribution) -> tuple[str, Path]:
     spec = importlib.util.find_spec(where.module)
     folders = spec.submodule_search_locations if spec else None
-    try:
-        version = importlib.metadata.version(where.distribution)
-    except importlib.metadata.PackageNotFoundError:
-        version = None
+    version = _version(where.distribution)
     if not folders or version is None:
         got = f"a module {where.module} of another distribution" if folders else "none installed"
         expected = f"the distribution {where.distribution}"
         raise MissingDependency(message("kernel source", expected, got, where.install))
     return version, Path(next(iter(folders))) / where.folder
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _unpacked(where: _Distribution, root: Path) -> tuple[str, Path]:
@@ -127,11 +146,13 @@ def _check_headers(where: _Distribution, include_dir: Path) -> None:
 
 
 @functools.cache
-def _fingerprint(include_dir: Path) -> str:
+def _digest(folder: Path, *parts: str) -> str:
+    """SHA-256 over names and contents of the files in a folder, or in parts of it."""
     digest = hashlib.sha256()
-    headers = sorted(path for path in (include_dir / "deep_gemm").rglob("*") if path.is_file())
-    for path in (*headers, include_dir / "cutlass/version.h"):
-        content = path.read_bytes()
-        digest.update(f"{path.relative_to(include_dir).as_posix()}\0{len(content)}\0".encode())
-        digest.update(content)
+    for part in map(folder.joinpath, parts or ("",)):
+        found = sorted(path for path in part.rglob("*") if path.is_file()) or [part]
+        for path in found:
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(folder).as_posix()}\0{len(content)}\0".encode())
+            digest.update(content)
     return digest.hexdigest()

@@ -11,7 +11,7 @@ class KernelSpec:
         source: distribution the header comes from: ``"sgl"``, ``"vllm"`` or ``"jax_megamoe"``.
         arch: the compiler's architecture, for example ``"sm_100f"``.
         header: as included, for example ``"deep_gemm/impls/sm90_fp8_mega_moe.cuh"``.
-        symbol: the template's name inside namespace deep_gemm.
+        symbol: the template's name inside the source's namespace.
         template_args: C++ text of each argument, in order.
         parameter_types: C++ type of each kernel parameter, in order; asserted when compiling.
     """

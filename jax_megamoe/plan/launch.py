@@ -91,6 +91,8 @@ class LaunchPlan:
         constants: named read-only bytes that arguments point to (the SM locality table).
         unstaged: regions of the buffer that the last launch reads and no step writes: the caller
             fills them, in stream order, before the first step.
+        scratch: (name, shape, dtype) of arrays that one step writes and a later one reads: results
+            of the call that nobody else needs.
     """
 
     steps: tuple[KernelLaunch | Fill, ...]
@@ -99,6 +101,7 @@ class LaunchPlan:
     block_m: int
     constants: tuple[tuple[str, bytes], ...] = ()
     unstaged: tuple[str, ...] = ()
+    scratch: tuple[tuple[str, tuple[int, ...], str], ...] = ()
     plan_version: int = field(default=PLAN_VERSION)
 
 

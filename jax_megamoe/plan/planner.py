@@ -12,6 +12,7 @@ from jax_megamoe.plan import (
     sgl_sm90,
     sgl_sm100,
     sm90_heuristics,
+    staging,
     vllm_nvfp4,
     vllm_sm100,
 )
@@ -21,6 +22,7 @@ from jax_megamoe.plan.launch import Fill, KernelLaunch, LaunchPlan
 from jax_megamoe.plan.operand import SYMMETRIC_BUFFER, Operand
 from jax_megamoe.plan.problem import Problem
 from jax_megamoe.plan.sm100 import LOCALITY_TABLE, locality_table
+from jax_megamoe.plan.staging import Routing
 from jax_megamoe.plan.symmetric_buffer import (
     READY_BYTES,
     READY_OFFSET,
@@ -34,8 +36,9 @@ SOURCES = ("sgl", "vllm")
 
 _SGL_SWIGLU = {(1.0, 0.0): "swiglu", (1.702, 1.0): "swigluoai"}
 _SGL_SITU = (4.0, 25.0)
-_INPUT_REGIONS = ("x", "x_sf", "topk_idx", "topk_weights", "x_scales")
-_SHARED_INPUT_REGIONS = ("shared_l1_acts", "shared_l1_acts_sf")
+STAGINGS = ("source", "jax_megamoe", "none")
+"""Who stages a call's inputs: a kernel of the kernel's source, this package's, or the caller."""
+
 _TILE_HEIGHTS = (16, 32, 64, 128, 192, 240)
 
 _FAMILIES: Mapping[tuple[str, str], Family] = {
@@ -60,28 +63,35 @@ def plan_mega_moe(
     *,
     with_stats: bool = False,
     l2_activation_scale: float = 1.0,
+    routing: Routing | None = None,
+    staging_by: str | None = None,
 ) -> LaunchPlan:
     """The plan of one call on one rank.
 
-    Operands: ``x`` bfloat16 [T, H], ``topk_ids`` int32 [T, K] physical ids, ``topk_weights``
-    float32 [T, K], the fields of ExpertWeights, ``y`` bfloat16 [T, H], ``stats`` int32 [experts of
-    this rank] and ``symmetric_buffer``. T = 0 is a launch like any other: peers wait for it.
+    Operands: ``x`` bfloat16 [T, H], ``topk_ids`` int32 [T, K], ``topk_weights`` float32 [T, K],
+    those of `routing`, the fields of ExpertWeights, ``y`` bfloat16 [T, H], ``stats`` int32 [experts
+    of this rank] and ``symmetric_buffer``. T = 0 is a launch like any other: peers wait for it.
 
-    The sgl source stages tokens itself, except for BF16: its plans start with a kernel that reads
-    x, topk_ids and topk_weights. Plans of the vllm source hold only the launch, after a fill that
-    makes it repeatable. The plan's `unstaged` names the buffer's regions that no step fills. In
-    ``shared_l1_acts_sf`` a token's words lie in row `scale_row(token, plan.block_m)`.
+    A plan starts with a kernel that quantises x into the buffer and takes the routing over. Plans
+    of the vllm source over several ranks have a fill before it, which makes them repeatable.
 
     NVFP4's float32 factors differ by source: sgl takes ``w13_weight_scale_2`` as [experts, 2]
-    (gate, up) and ``w2_input_scale`` per expert; vllm takes [experts] and one value.
+    (gate, up) and ``w2_input_scale`` per expert; vllm takes [experts], and ``l2_alpha`` [experts],
+    which is scratch of the plan, from ``w2_weight_scale_2``.
 
     Args:
         source: ``"sgl"`` or ``"vllm"``; None: the config's kernel_source, or the first that can.
         with_stats: tokens per local expert are added to ``stats``.
         l2_activation_scale: NVFP4 of the vllm source: the scale of every layer-2 input.
+        routing: what topk_ids are; None: physical ids, -1 where unrouted.
+        staging_by: one of `STAGINGS`; None: the source's kernel where it has one that does all
+            that is asked for, else this package's. With ``"none"`` the caller fills the regions
+            that the plan's `unstaged` names (in ``shared_l1_acts_sf`` a token's words lie in row
+            `scale_row(token, plan.block_m)`), and ``l2_alpha`` is an operand.
 
     Raises:
-        ValueError: sizes out of the kernel's limits, named with the limit.
+        ValueError: sizes out of the kernel's limits, named with the limit; a staging kernel that
+            the source does not have, or that does not do what is asked for.
         NotImplementedError: a device, format, activation or shared expert that no source has.
     """
     _checks.integer("num_tokens", num_tokens)
@@ -90,9 +100,12 @@ def plan_mega_moe(
     problem = _problem(config, num_tokens, num_ranks, source)
     problem = replace(problem, stats=with_stats, l2_activation_scale=l2_activation_scale)
     _raise_first(_violations(config, problem, device, source))
-    if config.weight_format.architecture == "sm90":
-        return _sm90_plan(problem, device)
-    return _sm100_plan(_family(config, source), problem, device)
+    if routing is not None:
+        _checks.at_most("num_logical", routing.num_logical, config.num_experts, "num_experts")
+    family = None if config.weight_format.architecture == "sm90" else _family(config, source)
+    return _plan(
+        family, problem, device, routing, _staging_by(family, problem, routing, staging_by)
+    )
 
 
 @lru_cache(maxsize=256)
@@ -190,12 +203,26 @@ def _violations(
         yield from limits.sm90_violations(problem, device)
     else:
         yield from limits.sm100_violations(_family(config, source), problem, device)
-    if sm90 or _stages(_family(config, source)):
-        yield from limits.staging_violations(problem)
 
 
-def _stages(family: Family) -> bool:
-    return family.source == "sgl" and family.scale_block > 0
+def _staging_by(
+    family: Family | None, problem: Problem, routing: Routing | None, asked: str | None
+) -> str:
+    """Which of `STAGINGS` a plan has, None being a family of SM90."""
+    exists = family is None or (family.source == "sgl" and family.scale_block > 0)
+    fits = problem.hidden_size <= limits.MAX_STAGED_HIDDEN
+    suffices = exists and fits and routing is None and not problem.num_shared_experts
+    if asked is None:
+        return "source" if suffices else "jax_megamoe"
+    _checks.one_of("staging_by", asked, STAGINGS)
+    if asked == "source" and not suffices:
+        expected = f"jax_megamoe for this call of {problem.weight_format}"
+        hint = (
+            f"sgl's kernels stage physical ids and scaled tokens of at most "
+            f"{limits.MAX_STAGED_HIDDEN} values, without a shared expert"
+        )
+        raise ValueError(_checks.message("staging_by", expected, asked, hint))
+    return asked
 
 
 def _all_violations(
@@ -223,26 +250,47 @@ def _all_violations(
                 yield broken
 
 
-def _sm90_plan(problem: Problem, device: DeviceSpec) -> LaunchPlan:
-    layout = sm90_layout(problem)
-    steps = (sgl_sm90.staging_launch(problem, layout), sgl_sm90.mega_launch(problem, device))
-    height = sm90_heuristics.schedule(problem, device).block_m
-    return LaunchPlan(steps, layout, problem.num_ranks, height)
-
-
-def _sm100_plan(family: Family, problem: Problem, device: DeviceSpec) -> LaunchPlan:
-    layout = sm100_layout(family, problem, device.num_sms)
+def _plan(
+    family: Family | None,
+    problem: Problem,
+    device: DeviceSpec,
+    routing: Routing | None,
+    staging_by: str,
+) -> LaunchPlan:
+    """The plan of a family; None: SM90."""
+    if family is None:
+        layout, mega = sm90_layout(problem), sgl_sm90.mega_launch(problem, device)
+        height = sm90_heuristics.schedule(problem, device).block_m
+    else:
+        layout = sm100_layout(family, problem, device.num_sms)
+        mega = mega_launch(family, problem, device)
+        height = heuristics.block_m(family, problem, device)
     steps: list[KernelLaunch | Fill] = []
-    if _stages(family):
-        steps.append(sgl_sm100.staging_launch(family, problem, layout))
-    elif family.source == "vllm" and problem.num_ranks > 1:
+    if mega.kernel.source == "vllm" and problem.num_ranks > 1:
         # Graph replays repeat the grid ids that this source's kernels mark ready words with.
         steps.append(Fill(Operand(SYMMETRIC_BUFFER, READY_OFFSET), READY_BYTES))
-    steps.append(mega_launch(family, problem, device))
-    table = ((LOCALITY_TABLE, locality_table(device.num_sms)),) if family.locality_table else ()
-    unstaged = _unstaged(family, problem, layout)
-    height = heuristics.block_m(family, problem, device)
-    return LaunchPlan(tuple(steps), layout, problem.num_ranks, height, table, unstaged)
+    if staging_by == "source":
+        steps.append(_own_staging(family, problem, layout))
+    elif staging_by == "jax_megamoe":
+        steps.append(staging.staging_launch(problem, layout, mega, height, routing))
+    steps.append(mega)
+    table = family is not None and family.locality_table
+    return LaunchPlan(
+        tuple(steps),
+        layout,
+        problem.num_ranks,
+        height,
+        constants=((LOCALITY_TABLE, locality_table(device.num_sms)),) if table else (),
+        unstaged=staging.input_regions(problem, layout) if staging_by == "none" else (),
+        scratch=staging.scratch(problem, mega) if staging_by == "jax_megamoe" else (),
+    )
+
+
+def _own_staging(family: Family | None, problem: Problem, layout: BufferLayout) -> KernelLaunch:
+    """The sgl source's staging kernel for a family; None: SM90."""
+    if family is None:
+        return sgl_sm90.staging_launch(problem, layout)
+    return sgl_sm100.staging_launch(family, problem, layout)
 
 
 def mega_launch(family: Family, problem: Problem, device: DeviceSpec) -> KernelLaunch:
@@ -252,14 +300,3 @@ def mega_launch(family: Family, problem: Problem, device: DeviceSpec) -> KernelL
     if family in (vllm_nvfp4.NVFP4, vllm_nvfp4.FP4_FP4):
         return vllm_nvfp4.mega_launch(family, problem, device)
     return vllm_sm100.mega_launch(family, problem, device)
-
-
-def _unstaged(family: Family, problem: Problem, layout: BufferLayout) -> tuple[str, ...]:
-    """Regions the kernel reads that neither a step nor the kernel itself fills."""
-    routed = () if _stages(family) else _INPUT_REGIONS
-    own = "x_scales" if not problem.x_scales else ""
-    shared = _SHARED_INPUT_REGIONS if problem.num_shared_experts else ()
-    aliased = "shared_l1_acts" if family.shared_source == "x" else ""
-    return tuple(
-        name for name in (*routed, *shared) if name in layout and name not in (own, aliased)
-    )

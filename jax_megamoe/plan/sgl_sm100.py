@@ -2,8 +2,7 @@
 
 Staging is part of this source for all but BF16: a kernel quantises BF16 tokens into the buffer and
 widens the top-k ids. It does not write ``shared_l1_acts_sf``, the scales of the shared expert's
-input: the caller copies each token's words from ``x_sf`` to the row
-`heuristics.scale_row(token, block_m)` of every column.
+input: plans with shared experts start with this package's kernel instead.
 """
 
 from dataclasses import replace

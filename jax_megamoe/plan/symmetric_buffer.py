@@ -112,7 +112,7 @@ class RegionStack:
 def sm100_layout(family: Family, problem: Problem, num_sms: int) -> BufferLayout:
     """The buffer of an SM100 kernel; the same on every rank with as many SMs.
 
-    Regions the caller fills before a launch: ``x``, ``x_sf``, ``topk_idx``, ``topk_weights``,
+    Regions filled before a launch: ``x``, ``x_sf``, ``topk_idx``, ``topk_weights``,
     ``x_scales``, ``shared_l1_acts`` and ``shared_l1_acts_sf``, where the kernel has them.
     """
     tokens = heuristics.aligned_tokens(problem)
@@ -192,7 +192,7 @@ def _add_ring(stack: RegionStack, family: Family, problem: Problem, ring: int) -
 
 
 def sm90_layout(problem: Problem) -> BufferLayout:
-    """The buffer of the SM90 kernel. The caller fills ``x``, ``x_sf``, and the top-k regions."""
+    """The buffer of the SM90 kernel; ``x``, ``x_sf`` and the top-k regions are its input."""
     tokens, pool = sm90_heuristics.aligned_tokens(problem), sm90_heuristics.pool_tokens(problem)
     ring = sm90_heuristics.ring_tokens(problem)
     hidden, width = problem.hidden_size, problem.intermediate_size

@@ -2,7 +2,7 @@
 
 Two kernels: the one vLLM uses, with MXFP8 or BF16 shared experts and tokens that carry a scale
 each, and an older one with BF16 shared experts that read the caller's array. This source has no
-staging kernel: the caller fills the buffer's input regions, of which the shared expert has its own.
+staging kernel. The shared expert has input regions of its own.
 """
 
 from dataclasses import replace
@@ -30,6 +30,7 @@ from jax_megamoe.plan.launch import (
 )
 from jax_megamoe.plan.problem import Problem
 from jax_megamoe.plan.sm100 import Launcher
+from jax_megamoe.plan.staging import L2_ALPHA
 from jax_megamoe.plan.tensor_map import (
     PACKED_U4_ALIGN8,
     SWIZZLE_32B,
@@ -118,7 +119,7 @@ def _nvfp4(launcher: Launcher) -> KernelLaunch:
         launcher.output(),
         launcher.stats(),
         optional("l1_alpha", "w13_weight_scale_2", problem.l1_alphas),
-        optional("l2_alpha", "w2_weight_scale_2", problem.l2_alphas),
+        optional("l2_alpha", L2_ALPHA, problem.l2_alphas),
         Float32("l2_activation_scale", problem.l2_activation_scale),
         Uint32("num_tokens", problem.num_tokens),
         SymmetricBuffer("sym_buffer"),

@@ -1,7 +1,6 @@
 """Launches of the vllm source's SM100 kernels for MXFP4, MXFP8 and BF16 weights.
 
-This source has no staging kernel: a plan holds the launch alone, and the caller fills the buffer's
-input regions.
+This source has no staging kernel.
 """
 
 from dataclasses import replace

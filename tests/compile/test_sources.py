@@ -2,10 +2,12 @@
 
 import importlib
 import sys
+from pathlib import Path
 
 import pytest
 from fake_toolchain import write_headers
 
+import jax_megamoe
 from jax_megamoe.compile.errors import MissingDependency
 from jax_megamoe.compile.sources import find_source
 
@@ -64,6 +66,17 @@ def test_missing_source_names_the_pip_command(site, name, command):
         find_source(name)
 
 
+def test_this_package_is_a_source_without_an_installation(site):
+    found = find_source("jax_megamoe")
+    assert (found.name, found.version, found.namespace) == (
+        "jax_megamoe",
+        "checkout",
+        "jax_megamoe",
+    )
+    assert found.include_dir == Path(jax_megamoe.__file__).parent / "kernels"
+    assert (found.include_dir / "staging.cuh").is_file()
+
+
 def test_module_of_another_distribution_is_refused(site):
     install(site, "sgl", metadata=False)
     with pytest.raises(MissingDependency, match="got a module deep_gemm of another distribution"):
@@ -71,7 +84,8 @@ def test_module_of_another_distribution_is_refused(site):
 
 
 def test_unknown_name():
-    with pytest.raises(ValueError, match=r"source: expected one of \['sgl', 'vllm'\], got 'other'"):
+    known = r"source: expected one of \['sgl', 'vllm', 'jax_megamoe'\], got 'other'"
+    with pytest.raises(ValueError, match=known):
         find_source("other")
 
 

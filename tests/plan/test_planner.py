@@ -12,9 +12,8 @@ from tests.plan.problems import B200, H100, config
 ROUTED = {"w13_weight", "w2_weight", "symmetric_buffer", "y"}
 SCALES = {"w13_weight_scale", "w2_weight_scale"}
 INPUTS = {"x", "topk_ids", "topk_weights"}
-STAGED = ("x", "x_sf", "topk_idx", "topk_weights")
 FP8, BF16 = "sm100_fp8_fp4_mega_moe_impl", "sm100_bf16_mega_moe_impl"
-STAGING = "mega_moe_pre_dispatch_kernel"
+STAGING, OURS = "mega_moe_pre_dispatch_kernel", "stage_tokens"
 
 
 def names(plan: LaunchPlan) -> set[str]:
@@ -38,38 +37,36 @@ def symbols(plan: LaunchPlan) -> list[str]:
 
 
 CASES = [
-    ("mxfp4", None, [STAGING, FP8], ROUTED | SCALES | INPUTS, ()),
-    ("mxfp8", "sgl", [STAGING, FP8], ROUTED | SCALES | INPUTS, ()),
-    ("bf16", None, [BF16], ROUTED, ("x", "topk_idx", "topk_weights")),
-    ("mxfp4", "vllm", [FP8], ROUTED | SCALES, STAGED),
-    ("bf16", "vllm", [BF16], ROUTED, ("x", "topk_idx", "topk_weights")),
+    ("mxfp4", None, [STAGING, FP8], SCALES),
+    ("mxfp8", "sgl", [STAGING, FP8], SCALES),
+    ("bf16", None, [OURS, BF16], set()),
+    ("mxfp4", "vllm", [OURS, FP8], SCALES),
+    ("bf16", "vllm", [OURS, BF16], set()),
     (
         "nvfp4",
         None,
         [STAGING, FP8],
-        ROUTED | SCALES | INPUTS | {"w13_weight_scale_2", "w2_weight_scale_2", "w2_input_scale"},
-        (),
+        SCALES | {"w13_weight_scale_2", "w2_weight_scale_2", "w2_input_scale"},
     ),
     (
         "nvfp4",
         "vllm",
-        ["sm100_nvfp4_mega_moe_impl"],
-        ROUTED | SCALES | {"w13_weight_scale_2", "w2_weight_scale_2"},
-        (*STAGED, "x_scales"),
+        [OURS, "sm100_nvfp4_mega_moe_impl"],
+        SCALES | {"w13_weight_scale_2", "w2_weight_scale_2", "l2_alpha"},
     ),
 ]
 
 
-@pytest.mark.parametrize(("weight_format", "source", "kernels", "operands", "unstaged"), CASES)
-def test_sm100_plans(weight_format, source, kernels, operands, unstaged):
+@pytest.mark.parametrize(("weight_format", "source", "kernels", "operands"), CASES)
+def test_sm100_plans(weight_format, source, kernels, operands):
     plan = plan_mega_moe(config(weight_format=weight_format), B200, 64, 8, source)
     assert symbols(plan) == kernels
-    assert names(plan) == operands
-    assert plan.unstaged == unstaged
+    assert names(plan) == ROUTED | INPUTS | operands
+    assert plan.unstaged == ()
     assert (plan.num_ranks, plan.block_m, plan.buffer.max_num_tokens) == (8, 32, 1920)
-    assert {launch.kernel.source for launch in launches(plan)} == {source or "sgl"}
     assert {launch.kernel.arch for launch in launches(plan)} == {"sm_100f"}
     mega = launches(plan)[-1]
+    assert mega.kernel.source == (source or "sgl")
     assert mega.config.grid == (148, 1, 1) and mega.config.cluster == (2, 1, 1)
     assert 200_000 < mega.config.smem <= 232_448
 
@@ -106,7 +103,7 @@ def test_the_locality_table_is_a_constant_of_the_plan():
 def test_vllm_plans_clear_ready_words_where_there_are_peers():
     fill = Fill(Operand("symmetric_buffer", 128), 576)
     assert plan_mega_moe(config(), B200, 64, 8, "vllm").steps[0] == fill
-    assert len(plan_mega_moe(config(), B200, 64, 1, "vllm").steps) == 1
+    assert fill not in plan_mega_moe(config(), B200, 64, 1, "vllm").steps
     assert plan_mega_moe(config(), B200, 64, 8, "sgl").steps[0] != fill
 
 
@@ -150,14 +147,9 @@ def test_fused_shared_experts():
         *("shared_l1_weight", "shared_l1_weight_scale"),
         *("shared_l2_weight", "shared_l2_weight_scale"),
     }
-    assert plan.unstaged == ("shared_l1_acts_sf",)
+    assert symbols(plan) == [OURS, FP8]
     words = plan.buffer["shared_l1_acts_sf"]
     assert (words.shape, words.strides) == ((30_720, 56), (1, 30_720))
-    nvfp4 = config(weight_format="nvfp4", num_shared_experts=1)
-    bf16 = config(weight_format="nvfp4", num_shared_experts=1, shared_format="bf16")
-    inputs = (*STAGED, "x_scales", "shared_l1_acts")
-    assert plan_mega_moe(nvfp4, B200, 64, 8).unstaged == (*inputs, "shared_l1_acts_sf")
-    assert plan_mega_moe(bf16, B200, 64, 8).unstaged == inputs
 
 
 SOURCES = [
@@ -170,7 +162,7 @@ SOURCES = [
     ({"weight_format": "nvfp4", "num_shared_experts": 1}, "vllm"),
     ({"weight_format": "nvfp4", "intermediate_size": 2944}, "vllm"),
     ({"intermediate_size": 8192}, "sgl"),
-    ({"hidden_size": 8704}, "vllm"),
+    ({"hidden_size": 8704}, "sgl"),
     ({"kernel_source": "vllm"}, "vllm"),
 ]
 
@@ -189,7 +181,7 @@ def test_an_argument_overrides_the_source_of_the_config():
 
 def test_situ_is_its_own_kernel_in_the_vllm_source():
     situ = config(activation=Activation("situ", alpha=2.0, beta=3.0))
-    (mega,) = launches(plan_mega_moe(situ, B200, 64, 8))
+    mega = launches(plan_mega_moe(situ, B200, 64, 8))[-1]
     assert mega.kernel.symbol == "sm100_fp8_fp4_mega_moe_situ_impl"
     assert mega.kernel.template_args[-4:-1] == ("0x1p+1f", "0x1.8p+1f", "true")
 
@@ -217,12 +209,6 @@ REFUSED = [
         {},
         ValueError,
         "hidden_size: expected a multiple of 512, got 4352; the combine splits a row into 2 chunks",
-    ),
-    (
-        {"hidden_size": 9216},
-        {"source": "sgl"},
-        ValueError,
-        "hidden_size: expected at most 8192, got 9216",
     ),
     (
         {"hidden_size": 10240},
