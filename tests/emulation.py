@@ -10,16 +10,21 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import cases
 import jax
 import pytest
 from recording import SYM_BUFFER_BYTES, RecordingDriver, fake_cubin, provider
 
+import jax_megamoe as mm
 from jax_megamoe import _extension, compile, deep_gemm, symmetric_memory
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.kernel import KernelSpec
 
 B200 = DeviceSpec(100, 148)
 H200 = DeviceSpec(90, 132)
+
+MEGA, STAGING = "sm100_fp8_fp4_mega_moe_impl", "mega_moe_pre_dispatch_kernel"
+"""Kernels of an MXFP8 call, the second one first."""
 
 MAX_RANKS = 72
 _BASE, _STRIDE = 1 << 44, 1 << 37
@@ -89,6 +94,19 @@ class Memory:
     def keys(self, start: str = "") -> list[str]:
         """Keys beginning with `start` that `allocate` was called for in this test."""
         return [key for key in self.allocated if key.startswith(start)]
+
+
+def config(form: str = "mxfp8", **changes: Any) -> mm.MoEConfig:
+    """A small config that SM100's kernels take."""
+    return cases.config(form, **(dict(intermediate_size=256) | changes))
+
+
+def call(cfg: mm.MoEConfig, num_tokens: int = 32, **kwargs: Any) -> Any:
+    """`mega_moe` on random tokens, by the kernels unless said otherwise."""
+    weights = kwargs.pop("weights", None) or cases.weights(cfg)
+    options = dict(implementation="deep_gemm") | kwargs
+    y = mm.mega_moe(*cases.tokens(cfg, num_tokens), weights, config=cfg, **options)
+    return jax.block_until_ready(y)
 
 
 def sym_buffer(group: Sequence[int], rank: int) -> bytes:
