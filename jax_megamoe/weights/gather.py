@@ -173,6 +173,9 @@ class Gathering:
 
     def _keep(self, key: Key, piece: Piece) -> None:
         expert, part = key
+        if piece.role.kind == "input_scale" and part != "down":
+            # The first matmul's input is quantised token by token: gate's and up's are not used.
+            return
         projection = self.projections.get(key) or Projection(
             self._size(key, self._hidden, self._inter),
             self._size(key, self._config.hidden_size, self._config.intermediate_size),
@@ -187,10 +190,7 @@ class Gathering:
         if piece.role.kind == "bias":
             self.biases[key] = projection.pieces.pop("bias")
         elif piece.role.kind == "input_scale":
-            # The first matmul's input is quantised token by token: gate's and up's are not used.
-            taken = projection.pieces.pop("input_scale")
-            if part == "down":
-                self.input_scales[expert] = taken
+            self.input_scales[expert] = projection.pieces.pop("input_scale")
         if projection.pieces:
             self.projections[key] = projection
 
