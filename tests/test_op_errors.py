@@ -1,0 +1,310 @@
+"""op.py: every call that `mega_moe` refuses, and what it says."""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_megamoe as mm
+
+TOKENS = 16
+CONFIG = cases.config("mxfp8")
+SHARED = cases.config("mxfp8", num_shared_experts=1)
+
+
+def call(cfg: mm.MoEConfig = CONFIG, jitted: bool = False, **changes: Any) -> Any:
+    """`mega_moe` on right arguments, `changes` apart."""
+    x, ids, factors = cases.tokens(cfg, TOKENS)
+    arguments = dict(x=x, topk_ids=ids, topk_weights=factors, weights=cases.weights(cfg))
+    arguments |= {name: changes.pop(name) for name in list(changes) if name in arguments}
+    run = partial(mm.mega_moe, config=cfg, **changes)
+    return (jax.jit(run) if jitted else run)(**arguments)
+
+
+X, IDS, FACTORS = cases.tokens(CONFIG, TOKENS)
+
+ARRAYS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    (
+        {"x": X[:, :128]},
+        ValueError,
+        r"x: expected shape \[num_tokens, 256\], got shape \[16, 128\]",
+    ),
+    ({"x": X[0]}, ValueError, r"x: expected shape \[num_tokens, 256\], got shape \[256\]"),
+    ({"x": X[None]}, ValueError, r"x: expected shape .* got shape \[1, 16, 256\]"),
+    (
+        {"x": X.astype(jnp.float32)},
+        TypeError,
+        r"x: expected dtype bfloat16, got float32; x.astype\(jnp.bfloat16\) rounds it",
+    ),
+    ({"x": X.astype(jnp.float16)}, TypeError, r"x: expected dtype bfloat16, got float16"),
+    ({"topk_ids": IDS[:8]}, ValueError, r"topk_ids: expected shape \[16, 4\], got shape \[8, 4\]"),
+    ({"topk_ids": IDS[:, :3]}, ValueError, r"topk_ids: expected shape \[16, 4\], got .*\[16, 3\]"),
+    (
+        {"topk_ids": IDS.astype(jnp.uint32)},
+        TypeError,
+        r"topk_ids: expected dtype int32, got uint32",
+    ),
+    (
+        {"topk_ids": np.asarray(IDS, np.int64)},
+        TypeError,
+        r"topk_ids: expected dtype int32, got int64",
+    ),
+    (
+        {"topk_weights": FACTORS[:, 0]},
+        ValueError,
+        r"topk_weights: expected shape \[16, 4\], got shape \[16\]",
+    ),
+    (
+        {"topk_weights": FACTORS.astype(jnp.bfloat16)},
+        TypeError,
+        r"topk_weights: expected dtype float32, got bfloat16",
+    ),
+    (
+        {"padding_mask": jnp.zeros(8, bool)},
+        ValueError,
+        r"padding_mask: expected shape \[16\], got shape \[8\]",
+    ),
+    (
+        {"padding_mask": jnp.zeros(16, jnp.int32)},
+        TypeError,
+        r"padding_mask: expected dtype bool, got int32",
+    ),
+    (
+        {"topk_ids": IDS.at[3, 1].set(16)},
+        ValueError,
+        r"topk_ids: expected expert ids in \[0, 16\), or -1 for unrouted, got ids from \d+ to 16",
+    ),
+    (
+        {"topk_ids": IDS.at[3, 1].set(-2)},
+        ValueError,
+        r"topk_ids: expected expert ids in \[0, 16\), or -1 for unrouted, got ids from -2 to \d+",
+    ),
+    ({"eplb": {"a": 1}}, TypeError, r"eplb: expected a ReplicaMap, got dict"),
+    (
+        {"eplb": mm.replica_map(np.arange(16) % 8, 8)},
+        ValueError,
+        r"eplb.num_replicas: expected shape \[16\], got shape \[8\]",
+    ),
+    (
+        {"implementation": "triton"},
+        ValueError,
+        r"implementation: expected one of \['deep_gemm', 'xla', 'reference'\], got 'triton'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), ARRAYS)
+def test_arrays(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^{message}"):
+        call(**changes)
+
+
+def test_shapes_and_dtypes_are_checked_under_jit() -> None:
+    with pytest.raises(ValueError, match=r"^topk_ids: expected shape \[16, 4\], got shape"):
+        call(jitted=True, topk_ids=IDS[:, :3])
+    with pytest.raises(TypeError, match=r"^x: expected dtype bfloat16, got float32"):
+        call(jitted=True, x=X.astype(jnp.float32))
+
+
+def test_more_tokens_than_the_buffer_holds() -> None:
+    cfg = cases.config("mxfp8", max_num_tokens=15)
+    message = r"^num_tokens: expected at most max_num_tokens = 15, got 16"
+    with pytest.raises(ValueError, match=message):
+        call(cfg)
+    cfg = cases.config("mxfp8", max_num_tokens=3)
+    message = r"^num_tokens: expected at most max_num_tokens = 3, got 4"
+    with pytest.raises(ValueError, match=message):
+        call(cfg, mesh=cases.ep_mesh(4), axis="ep")
+    call(cases.config("mxfp8", max_num_tokens=4), mesh=cases.ep_mesh(4), axis="ep")
+
+
+def test_logical_ids_beyond_the_logical_experts() -> None:
+    cfg = cases.config("mxfp8", num_logical_experts=12)
+    message = r"^topk_ids: expected expert ids in \[0, 12\), or -1 for unrouted, got ids from 0 to "
+    with pytest.raises(ValueError, match=message):
+        call(cfg, topk_ids=IDS)
+
+
+class TestPlace:
+    def test_mesh_without_axis(self) -> None:
+        message = r"^axis: expected the expert-parallel axis of the mesh, got None$"
+        with pytest.raises(ValueError, match=message):
+            call(mesh=cases.ep_mesh(4))
+
+    def test_axis_without_mesh(self) -> None:
+        message = (
+            r"^axis: expected an axis of a mesh, got 'ep'; pass mesh=, use jax.set_mesh, or call "
+            r"inside jax.shard_map over the axis$"
+        )
+        with pytest.raises(ValueError, match=message):
+            call(axis="ep")
+
+    @pytest.mark.parametrize("axis", ["tp", ("ep", "tp"), ()])
+    def test_unknown_axis(self, axis: Any) -> None:
+        message = rf"^axis: expected one of \['ep'\], got {axis!r}".replace("(", r"\(").replace(
+            ")", r"\)"
+        )
+        with pytest.raises(ValueError, match=message):
+            call(mesh=cases.ep_mesh(4), axis=axis)
+
+    def test_unknown_axis_of_the_current_mesh(self) -> None:
+        message = r"^axis: expected one of \['ep'\], got 'experts'"
+        with jax.set_mesh(cases.ep_mesh(4)), pytest.raises(ValueError, match=message):
+            call(axis="experts")
+
+    def test_experts_that_do_not_divide_by_the_ranks(self) -> None:
+        cfg = cases.config("mxfp8", num_experts=18)
+        message = (
+            r"^num_experts: expected a multiple of the 4 expert-parallel ranks, got 18; experts "
+            r"are placed whole and evenly: add replicas or change the ranks$"
+        )
+        with pytest.raises(ValueError, match=message):
+            call(cfg, mesh=cases.ep_mesh(4), axis="ep")
+
+    def test_tokens_that_do_not_divide_by_the_ranks(self) -> None:
+        message = r"^x rows: expected a multiple of 4, got 15; pad x and mask the padding$"
+        with pytest.raises(ValueError, match=message):
+            call(
+                x=X[:15],
+                topk_ids=IDS[:15],
+                topk_weights=FACTORS[:15],
+                mesh=cases.ep_mesh(4),
+                axis="ep",
+            )
+
+    def test_all_experts_inside_shard_map(self) -> None:
+        weights, rows = cases.weights(CONFIG), P("ep")
+        inside = jax.shard_map(
+            partial(mm.mega_moe, config=CONFIG, axis="ep"),
+            mesh=cases.ep_mesh(4),
+            in_specs=(rows, rows, rows, jax.tree.map(lambda _: P(), weights)),
+            out_specs=rows,
+        )
+        message = r"^weights.w13_weight: expected shape \[4, 256, 256\], got shape \[16, 256, 256\]"
+        with pytest.raises(ValueError, match=message):
+            inside(X, IDS, FACTORS, weights)
+
+
+class TestShared:
+    def test_neither_fused_nor_a_function(self) -> None:
+        message = (
+            r"^shared_experts: expected a function, or fused shared weights, for "
+            r"config.num_shared_experts = 1, got neither; use num_shared_experts=0 where the "
+            r"shared expert is computed elsewhere$"
+        )
+        with pytest.raises(ValueError, match=message):
+            call(SHARED, weights=cases.weights(CONFIG))
+
+    def test_both(self) -> None:
+        expected = "None: the weights hold a fused shared expert"
+        message = rf"^shared_experts: expected {expected}, got a function$"
+        with pytest.raises(ValueError, match=message):
+            call(SHARED, shared_experts=lambda x: x)
+
+    def test_fused_weights_for_a_config_without(self) -> None:
+        message = (
+            r"^weights.shared_l1_weight: expected None: config.num_shared_experts is 0 or the "
+            r"format fuses no shared expert, got an array$"
+        )
+        with pytest.raises(ValueError, match=message):
+            call(weights=cases.weights(SHARED))
+
+    def test_function_with_a_result_of_another_shape(self) -> None:
+        message = r"^shared_experts\(x\): expected shape \[16, 256\], got shape \[16, 128\]$"
+        with pytest.raises(ValueError, match=message):
+            call(SHARED, weights=cases.weights(CONFIG), shared_experts=lambda x: x[:, :128])
+
+
+def put(array: Any, *spec: Any, kind: AxisType = AxisType.Auto) -> jax.Array:
+    mesh = jax.make_mesh((2, 4), ("tp", "ep"), axis_types=(kind,) * 2)
+    return jax.device_put(array, NamedSharding(mesh, P(*spec)))
+
+
+class TestShardings:
+    """Nothing is gathered silently (jax#32098, jax#38551)."""
+
+    def test_tokens_over_an_axis_that_was_not_named(self) -> None:
+        message = (
+            r"^x: expected one device's array, got sharding \(\('ep',\),\); pass mesh= and axis=$"
+        )
+        with pytest.raises(ValueError, match=message):
+            call(x=put(X, "ep"))
+
+    def test_weights_over_an_axis_that_was_not_named(self) -> None:
+        weights = cases.weights(CONFIG)
+        weights = dataclasses.replace(weights, w2_weight=put(weights.w2_weight, "ep"))
+        message = r"^weights.w2_weight: expected one device's array, got sharding \(\('ep',\),\)"
+        with pytest.raises(ValueError, match=message):
+            call(weights=weights)
+
+    def test_tokens_over_another_axis(self) -> None:
+        x = put(X, ("ep", "tp"))
+        message = (
+            r"^x: expected split over \['ep'\] along the first dimension alone, got sharding "
+            r"\(\('ep', 'tp'\),\); call inside your own jax.shard_map$"
+        )
+        with pytest.raises(ValueError, match=message):
+            call(x=x, mesh=x.sharding.mesh, axis="ep")
+
+    def test_hidden_size_split(self) -> None:
+        x = put(X, "ep", "tp")
+        message = r"^x: expected split over \['ep'\] .* got sharding \(\('ep',\), \('tp',\)\)"
+        with pytest.raises(ValueError, match=message):
+            call(x=x, mesh=x.sharding.mesh, axis="ep")
+
+    @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+    def test_tensor_parallelism_inside_an_expert(self, kind: AxisType) -> None:
+        weights = cases.weights(CONFIG)
+        w13 = put(weights.w13_weight, "ep", "tp", kind=kind)
+        weights = dataclasses.replace(weights, w13_weight=w13)
+        message = (
+            r"^weights.w13_weight: expected split over \['ep'\] along the first dimension alone, "
+            r"got sharding \(\('ep',\), \('tp',\).*\); there is no tensor parallelism inside an "
+            r"expert"
+        )
+        with pytest.raises(ValueError, match=message):
+            call(weights=weights, mesh=w13.sharding.mesh, axis="ep")
+        if kind == AxisType.Explicit:
+            with pytest.raises(ValueError, match=message):
+                call(weights=weights, mesh=w13.sharding.mesh, axis="ep", jitted=True)
+
+    def test_sharded_shared_expert(self) -> None:
+        weights = cases.weights(SHARED)
+        l2 = put(weights.shared_l2_weight, None, "ep")
+        weights = dataclasses.replace(weights, shared_l2_weight=l2)
+        message = (
+            r"^weights.shared_l2_weight: expected a replicated array, got sharding "
+            r"\(\(\), \('ep',\)\); pass a sharded shared expert as the function shared_experts=$"
+        )
+        with pytest.raises(ValueError, match=message):
+            call(SHARED, weights=weights, mesh=l2.sharding.mesh, axis="ep")
+
+    def test_sharded_padding_mask(self) -> None:
+        mask = put(jnp.zeros(TOKENS, bool), "tp")
+        message = r"^padding_mask: expected split over \['ep'\] .* got sharding \(\('tp',\),\)"
+        with pytest.raises(ValueError, match=message):
+            call(padding_mask=mask, mesh=mask.sharding.mesh, axis="ep")
+
+
+def test_deep_gemm_never_falls_back() -> None:
+    message = r"^device: expected a CUDA device for implementation deep_gemm, got cpu$"
+    with pytest.raises(NotImplementedError, match=message):
+        call(implementation="deep_gemm")
+
+
+def test_nothing_falls_back_quietly(caplog: pytest.LogCaptureFixture) -> None:
+    """The choice made for None is logged once, with the reason."""
+    cfg = cases.config("bf16", max_num_tokens=61)
+    with caplog.at_level("INFO", logger="jax_megamoe"):
+        call(cfg, weights=cases.weights(cases.config("bf16")))
+        call(cfg, weights=cases.weights(cases.config("bf16")))
+    said = [record.getMessage() for record in caplog.records if "xla" in record.getMessage()]
+    reason = "device: expected a CUDA device for implementation deep_gemm, got cpu"
+    assert len(said) == 1 and said[0].endswith(f"runs implementation xla: {reason}")
