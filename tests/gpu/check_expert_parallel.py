@@ -1,6 +1,6 @@
 """Expert parallelism over the GPUs of a host: fp8_block, in one process and in one process a GPU.
 
-    PYTHONPATH=.:tests python tests/gpu/check_expert_parallel.py [--quick] [--ranks N] [--only TEXT]
+    PYTHONPATH=.:tests:benchmarks/gpu python tests/gpu/check_expert_parallel.py [--quick]
 
 Every result is compared bit for bit with one GPU that has all experts and all tokens, and that one
 within tests/tolerances.py with `reference`. Prints a line for each check, and exits with 1 if one
@@ -13,7 +13,6 @@ import argparse
 import faulthandler
 import gc
 import json
-import os
 import socket
 import sys
 import tempfile
@@ -23,19 +22,18 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import cases
+import graph_capture
 import jax
 import jax.numpy as jnp
 import jobs
 import numpy as np
 import ranks
+import workload
 from jax import lax
 
 from jax_megamoe import deep_gemm, symmetric_memory
-from jax_megamoe.compile import compile_many
 from jax_megamoe.devices import device_spec
 from jax_megamoe.plan import plan_mega_moe
-from jax_megamoe.plan.launch import KernelLaunch
 
 NUM_CALLS, NUM_CALLS_QUICK = 1000, 100
 SECONDS_LATE = 5.0
@@ -55,6 +53,7 @@ class Job:
         how: the implementation.
         small: CPU sizes.
         quick: fewer calls.
+        graphs: ``"on"`` or ``"off"``; empty: as XLA does by itself.
         process: index of this process among one a GPU; None: all GPUs are in this one.
         port: of the coordinator of several processes.
     """
@@ -65,6 +64,7 @@ class Job:
     how: str
     small: bool
     quick: bool
+    graphs: str = ""
     process: int | None = None
     port: int = 0
 
@@ -73,19 +73,17 @@ def compile_kernels(job: Job) -> None:
     """Compiles the kernels of all later jobs into the cache."""
     with jobs.check("kernels compiled") as remarks:
         device = device_spec(jax.devices()[0])
-        kernels = []
-        for cell in ranks.cells(job.small):
-            one = cell.on_one_device(job.num_ranks)
-            for each, num_ranks in ((cell, job.num_ranks), (one, 1)):
-                plan = plan_mega_moe(
-                    each.config, device, each.num_tokens, num_ranks, with_stats=True
-                )
-                kernels += [step.kernel for step in plan.steps if isinstance(step, KernelLaunch)]
-        outcomes = compile_many(kernels)
-        remarks.append(f"{len(outcomes)} kernels")
-        for outcome in outcomes:
-            if outcome.error is not None:
-                raise outcome.error
+        pairs = [
+            pair
+            for cell in ranks.cells(job.small)
+            for pair in ((cell, job.num_ranks), (cell.on_one_device(job.num_ranks), 1))
+        ]
+        remarks.append(
+            workload.compile_kernels(
+                plan_mega_moe(cell.config, device, cell.num_tokens, num_ranks, with_stats=True)
+                for cell, num_ranks in pairs
+            )
+        )
 
 
 def one_device(job: Job) -> None:
@@ -105,8 +103,7 @@ def one_device(job: Job) -> None:
                 y, counts = run(tokens, weights[0])
                 ranks.assert_counts(counts, tokens, cell.config)
                 want, _ = oracle(tokens, weights[0])
-                cases.assert_agree(y, want, "fp8_block", name)
-                worst = max(worst, cases.relative_error(y, want))
+                worst = max(worst, ranks.assert_agree(y, want, job.how, name))
                 results[name] = np.asarray(y)
             remarks.append(f"{len(made)} loads, largest relative error {worst:.1e}")
         tokens = made["random"]
@@ -307,8 +304,13 @@ def late_process(job: Job, ready: Ready, cell: Any, when: str) -> None:
 
 
 def leave(job: Job, ready: Ready) -> None:
-    """Frees the buffers once every process is done with them."""
+    """Counts launches in CUDA graphs, and frees the buffers once every process is done."""
 
+    if job.how == "deep_gemm":
+        with jobs.check(f"CUDA graphs {job.graphs}") as remarks:
+            counted = graph_capture.launches()
+            remarks.append(f"{counted.captured} launches captured, {counted.direct} direct")
+            assert (counted.captured > 0) == (job.graphs == "on"), str(counted)
     with jobs.check("buffers freed"):
         symmetric_memory.meet("end", symmetric_memory.groups_of(ready.world.mesh, "ep"))
         jax.clear_caches()
@@ -327,18 +329,19 @@ def all_jobs(job: Job) -> dict[str, Job]:
         for graphs in ("on", "off"):
             for process in (None, 0):
                 where = "one process" if process is None else f"{job.num_ranks} processes"
-                found[f"{task}, {where}, graphs {graphs}"] = replace(
-                    job, task=task, process=process
-                )
+                each = replace(job, task=task, graphs=graphs, process=process)
+                found[f"{task}, {where}, graphs {graphs}"] = each
     return found
 
 
-def start_job(name: str, job: Job, gpus: list[str], tally: jobs.Tally, options: Any) -> None:
+def start_job(name: str, job: Job, gpus: list[str], tally: jobs.Tally, timeout: float) -> None:
     """Runs a job in one process, or in one on each GPU if it has a process index."""
-    environment = {"XLA_CLIENT_MEM_FRACTION": MEMORY_FRACTION, "NCCL_NVLS_ENABLE": "0"}
-    if "graphs off" in name:
-        flags = os.environ.get("XLA_FLAGS", "")
-        environment["XLA_FLAGS"] = f"{flags} --xla_gpu_enable_command_buffer="
+    environment: dict[str, str] = {}
+    if job.graphs and job.how == "deep_gemm":
+        environment = graph_capture.environment(
+            job.graphs, Path(job.folder, "liblaunch_counter.so")
+        )
+    environment |= {"XLA_CLIENT_MEM_FRACTION": MEMORY_FRACTION, "NCCL_NVLS_ENABLE": "0"}
     if job.process is None:
         members = [job]
         environments = [{"CUDA_VISIBLE_DEVICES": ",".join(gpus)}]
@@ -351,12 +354,11 @@ def start_job(name: str, job: Job, gpus: list[str], tally: jobs.Tally, options: 
         members = [replace(job, process=index, port=port) for index in range(job.num_ranks)]
         environments = [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus]
     commands = [
-        [sys.executable, __file__, "--job", json.dumps(asdict(each)), "--timeout", options.timeout]
+        [sys.executable, __file__, "--job", json.dumps(asdict(each)), "--timeout", str(timeout)]
         for each in members
     ]
     environments = [environment | each for each in environments]
-    jobs.run(name, [list(map(str, each)) for each in commands], environments, tally,
-             options.timeout)  # fmt: skip
+    jobs.run(name, commands, environments, tally, timeout)
 
 
 def main() -> None:
@@ -386,11 +388,12 @@ def main() -> None:
         small, quick = options.small, options.quick
         job = Job("", num_ranks, folder, options.implementation, small, quick)
         if on_gpu:
-            start_job("kernels", replace(job, task="compile_kernels"), gpus, tally, options)
-        start_job("one GPU", replace(job, task="one_device"), gpus, tally, options)
+            graph_capture.build(Path(folder))
+            start_job("kernels", replace(job, task="compile_kernels"), gpus, tally, options.timeout)
+        start_job("one GPU", replace(job, task="one_device"), gpus, tally, options.timeout)
         for name, each in all_jobs(job).items():
             if options.only in name:
-                start_job(name, each, gpus, tally, options)
+                start_job(name, each, gpus, tally, options.timeout)
     jobs.finish(tally)
 
 
