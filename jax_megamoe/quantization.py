@@ -113,8 +113,7 @@ requantize_l2_mxfp8 = quantize_mxfp8
 
 
 def quantize_mxfp4(x: ArrayLike, *, block: int = 32) -> tuple[jax.Array, jax.Array]:
-    """MXFP4 of `x` [..., K]: E2M1 pairs, uint8 [..., K / 2], and UE8M0 bytes, uint8 [..., K /
-    block].
+    """MXFP4 of `x` [..., K]: uint8 E2M1 pairs [..., K / 2] and UE8M0 bytes [..., K / block].
 
     As `quantize_mxfp8` with 6 for 448; a block with a NaN has the NaN exponent 255.
 
@@ -281,8 +280,7 @@ def requantize_l2_fp8_block(a: ArrayLike) -> tuple[jax.Array, jax.Array]:
 
 
 def nvfp4_l2_alpha(w2_global_scale: ArrayLike, activation_scale: ArrayLike) -> jax.Array:
-    """What the second matmul's sum is multiplied by: w2's global scales [E] times the one L2 input
-    scale, float32."""
+    """Factor of the second matmul's sum: w2's global scales [E] times the one L2 input scale."""
     return jnp.asarray(w2_global_scale, jnp.float32) * jnp.asarray(activation_scale, jnp.float32)
 
 
