@@ -35,23 +35,22 @@ def moe(
         rounds: False for exact arithmetic on the stored weights.
     """
     form = cfg.weight_format.name
-    experts = _experts(weights, form)
-    biases = _biases(weights)
+    matrices, every_bias = experts(weights, form), biases(weights)
     a_scale = F32(np.asarray(weights.w2_input_scale).max() or 1) if form == "nvfp4" else F32(1)
     out = np.zeros((len(x), cfg.hidden_size), F32)
     for t, row in enumerate(np.asarray(x, F32)):
         if weights.shared_l1_weight is not None:
             assert cfg.shared_format is not None
-            mlp = _shared(weights, cfg.shared_format)
+            mlp = shared(weights, cfg.shared_format)
             out[t] = _expert(row, F32(1), mlp, None, cfg, cfg.shared_format, F32(1), rounds)
         for k, e in enumerate(topk_ids[t]):
             if e < 0:
                 continue
             weight = F32(topk_weights[t, k])
-            bias = None if biases is None else [part[e] for part in biases]
+            bias = None if every_bias is None else [part[e] for part in every_bias]
             late = form == "nvfp4" or not rounds
             early = F32(1) if late else weight
-            mlp = [part[e] for part in experts]
+            mlp = [part[e] for part in matrices]
             y = _expert(row, early, mlp, bias, cfg, form, a_scale, rounds)
             out[t] = out[t] + (y * weight if late else y)
     return out
@@ -176,10 +175,11 @@ def matrix(weight, scale, form: str, rows: list[int], global_scale=None) -> np.n
     words = np.ascontiguousarray(np.asarray(scale).T)
     scales = words.view(np.uint8)[[scale_row_of(r) for r in range(len(words))]]
     if form == "nvfp4":
-        factors = scales.view(ml_dtypes.float8_e4m3fn).astype(F32) * F32(global_scale)
+        factors = scales.view(ml_dtypes.float8_e4m3fn).astype(F32)
     else:
         factors = np.exp2(scales.astype(F32) - 127)
-    return (values * np.repeat(factors, GROUP[form], axis=1))[rows]
+    decoded = (values * np.repeat(factors, GROUP[form], axis=1))[rows]
+    return decoded if global_scale is None else decoded * F32(global_scale)
 
 
 def _fp8_block(weight, scale, rows: list[int], first_scale_row: int) -> np.ndarray:
@@ -193,7 +193,7 @@ def _rows(weight, layout: str) -> list[list[int]]:
     return [[row_of(r, half, layout) for r in range(inter)] for half in (0, 1)]
 
 
-def _experts(w: ExpertWeights, form: str) -> list[np.ndarray]:
+def experts(w: ExpertWeights, form: str) -> list[np.ndarray]:
     """gate [E, I, H], up [E, I, H], down [E, H, I]."""
     gates = _rows(w.w13_weight, w.layout)
     down_rows = list(range(w.w2_weight.shape[1]))
@@ -215,14 +215,16 @@ def _experts(w: ExpertWeights, form: str) -> list[np.ndarray]:
     return [np.stack(part) for part in parts]
 
 
-def _shared(w: ExpertWeights, form: str) -> list[np.ndarray]:
+def shared(w: ExpertWeights, form: str) -> list[np.ndarray]:
+    """gate [S, H], up [S, H] and down [H, S] of the fused shared expert."""
     rows = _rows(w.shared_l1_weight, "interleave8")
     l1 = [matrix(w.shared_l1_weight, w.shared_l1_weight_scale, form, half) for half in rows]
     every = list(range(w.shared_l2_weight.shape[0]))
     return [*l1, matrix(w.shared_l2_weight, w.shared_l2_weight_scale, form, every)]
 
 
-def _biases(w: ExpertWeights) -> list[np.ndarray] | None:
+def biases(w: ExpertWeights) -> list[np.ndarray] | None:
+    """gate [E, I], up [E, I] and down [E, H]; None without biases."""
     if w.w13_bias is None:
         return None
     gate, up = _rows(w.w13_weight, w.layout)
