@@ -81,7 +81,12 @@ def allocate_buffers(
         NotImplementedError, ValueError: as `check_supported`.
         RuntimeError: too little memory; the message has the bytes needed and free.
     """
-    groups = [[default_device()]] if mesh is None else symmetric_memory.groups_of(mesh, axis)
+    if mesh is None:
+        groups = [[default_device()]]
+    elif axis is not None:
+        groups = symmetric_memory.groups_of(mesh, axis)
+    else:
+        raise ValueError(_checks.message("axis", "the expert-parallel axis of the mesh", None))
     find_route(config, groups, axis)
 
 
@@ -151,7 +156,10 @@ def _allocated_key(name: str) -> str:
 
 def default_device() -> jax.Device:
     """The device of calls without an axis whose arrays do not say."""
-    return jax.config.jax_default_device or jax.local_devices()[0]
+    chosen: jax.Device | str | None = getattr(jax.config, "jax_default_device")
+    if isinstance(chosen, jax.Device):
+        return chosen
+    return jax.local_devices(backend=chosen)[0]
 
 
 def _check_parameters(config: MoEConfig, weights: ExpertWeights, source: str) -> None:

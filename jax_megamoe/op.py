@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, BFloat16, Bool, Float32, Int32
@@ -109,7 +110,7 @@ class _Inputs(NamedTuple):
 
     def partition_specs(self, axis: Axis) -> "_Inputs":
         """The same tree of PartitionSpecs: rows and experts split, the rest replicated."""
-        rows = P(axis)
+        rows: Any = P(axis)
         mask = None if self.padding_mask is None else rows
         eplb = jax.tree.map(lambda _: P(), self.eplb)
         return _Inputs(rows, rows, rows, self.weights.partition_specs(axis), mask, eplb)
@@ -172,7 +173,7 @@ def _check_arrays(
         logical = config.logical_experts
         _checks.shape("eplb.num_replicas", eplb.num_replicas, (logical,))
         _checks.shape("eplb.logical_to_physical", eplb.logical_to_physical, (logical, "replicas"))
-    if not isinstance(topk_ids, jax.core.Tracer) and topk_ids.size:
+    if not isinstance(topk_ids, Tracer) and topk_ids.size:
         ids = np.asarray(topk_ids)
         low, high = int(ids.min()), int(ids.max())
         if low < -1 or high >= config.logical_experts:
@@ -237,7 +238,7 @@ def _check_sharding(name: str, array: Any, allowed: set[str], expected: str, hin
 
 def _spec(array: Any) -> tuple[tuple[str, ...], ...]:
     """The known partition spec of an array over axes of more than one device, or ()."""
-    if isinstance(array, jax.core.Tracer):
+    if isinstance(array, Tracer):
         sharding = jax.typeof(array).sharding
     else:
         sharding = getattr(array, "sharding", None)
@@ -287,9 +288,9 @@ def _log_fallback(config: MoEConfig, reason: str) -> None:
 
 def _deep_gemm(config: MoEConfig, weights: ExpertWeights, place: _Place, x: Any) -> _How:
     if place.axis is None:
-        concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
-        devices = list(x.devices()) if concrete else []
-        groups = [[devices[0] if devices else deep_gemm.default_device()]]
+        concrete = isinstance(x, jax.Array) and not isinstance(x, Tracer)
+        devices = x.devices() if concrete else {deep_gemm.default_device()}
+        groups = [[device] for device in sorted(devices, key=lambda device: device.id)]
     elif isinstance(place.mesh, Mesh):
         groups = symmetric_memory.groups_of(place.mesh, place.axis)
     else:
@@ -322,7 +323,7 @@ def _run_local(
     """One rank's part of the call."""
     x, mask, weights = inputs.x, inputs.padding_mask, inputs.weights
     routing = (inputs.topk_ids, inputs.topk_weights)
-    options = dict(config=config, padding_mask=mask, eplb=inputs.eplb)
+    options: dict[str, Any] = dict(config=config, padding_mask=mask, eplb=inputs.eplb)
     if how.route is not None and x.shape[0]:
         with jax.named_scope("mega_moe/staging"):
             ids, factors = route(*routing, **options)
