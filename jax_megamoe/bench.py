@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 from jaxtyping import Array, BFloat16, Float32, Int32
 from rich import box
 from rich.table import Table
@@ -84,7 +84,7 @@ class _Measured:
 
 def _measure(function: Callable[..., Array], arguments: tuple[Any, ...], repeats: int) -> _Measured:
     compiled = jax.jit(function).lower(*arguments).compile()
-    memory = compiled.memory_analysis()
+    memory: Any = compiled.memory_analysis()
     jax.block_until_ready(compiled(*arguments))
     times = []
     for _ in range(repeats):
@@ -213,7 +213,7 @@ def markdown(result: CpuResult, arguments: str) -> str:
         "",
         f"`python -m jax_megamoe {arguments}`, {now:%Y-%m-%d}. {_processor()}, "
         f"{os.cpu_count()} CPUs; Python {platform.python_version()}, jax {jax.__version__}, "
-        f"jaxlib {jaxlib.__version__}.",
+        f"jaxlib {version('jaxlib')}.",
         "",
         f"{_heading(result)}. Medians of one run, on one device. einsum bf16 applies every expert "
         "to every token; xla only those that a token chose. `faster` is its time over the row's; "

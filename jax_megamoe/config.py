@@ -3,6 +3,9 @@
 Neither imports JAX: a config can be made, compared, hashed and planned for on a machine without it.
 """
 
+# Arguments are checked at run time too.
+# pyright: reportUnnecessaryIsInstance=false
+
 import math
 from dataclasses import dataclass
 

@@ -2,7 +2,8 @@
 
 import importlib.metadata
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -20,7 +21,7 @@ from jax_megamoe.plan import plan_mega_moe
 _PACKAGES = ("jax-megamoe", "jax", "jaxlib", "flax", "cuda-bindings")
 
 
-def print_report(console: Console, sizes: dict[str, int], num_ranks: int) -> None:
+def print_report(console: Console, sizes: Mapping[str, Any], num_ranks: int) -> None:
     """Prints what was found, with the command that brings what is missing, and what runs.
 
     Args:

@@ -8,7 +8,7 @@ of the floats.
 """
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -238,7 +238,7 @@ def expand_scales(name: str, scales: Array, grid: tuple[int, ...]) -> Array:
         (size, wanted // max(size, 1)) for size, wanted in zip(scales.shape, grid, strict=True)
     ]
     singles = scales.reshape([n for size, _ in sizes for n in (size, 1)])
-    xp = np if isinstance(scales, np.ndarray) else jnp
+    xp: Any = np if isinstance(scales, np.ndarray) else jnp
     return xp.broadcast_to(singles, [n for pair in sizes for n in pair]).reshape(grid)
 
 

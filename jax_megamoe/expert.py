@@ -97,6 +97,7 @@ def requantize(
         decoded = quantization.dequantize_mxfp8(*quantization.requantize_l2_mxfp8(act))
         return decoded.astype(jnp.bfloat16)
     if form.activation_format == "nvfp4":
+        assert activation_scale is not None
         quantised = quantization.requantize_l2_nvfp4(act, activation_scale)
         return quantization.dequantize_nvfp4(*quantised, jnp.float32(1)).astype(jnp.bfloat16)
     return quantization.dequantize_tokens_fp8_block(*quantization.requantize_l2_fp8_block(act))

@@ -149,7 +149,9 @@ def _shared(
 ) -> Float32[Array, "tokens hidden"] | None:
     if weights.shared is None or staged.shared_tokens is None or config.shared_format is None:
         return None
-    parts = dict(zip(("gate", "up", "down"), dequantize_shared(config, weights), strict=True))
+    parts: dict[str, Any] = dict(
+        zip(("gate", "up", "down"), dequantize_shared(config, weights), strict=True)
+    )
     ones = jnp.ones((staged.topk_ids.shape[0], 1), jnp.float32)
     how = (config.activation, WEIGHT_FORMATS[config.shared_format], exact)
     return _expert(staged.shared_tokens, ones, parts, how, None)[:, 0]

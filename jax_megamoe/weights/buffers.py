@@ -51,6 +51,7 @@ class Placement:
             return {(0, size): [None]}
         ranges: dict[Range, list[jax.Device | None]] = defaultdict(list)
         for device, index in sharding.addressable_devices_indices_map((size,)).items():
+            assert index is not None  # the mesh has every device
             start, stop, _ = index[0].indices(size)
             ranges[start, stop].append(device)
         return dict(ranges)

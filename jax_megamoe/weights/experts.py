@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jaxtyping import Array, Float, Float32
 
 from jax_megamoe import _checks, quantization
@@ -95,7 +96,7 @@ def _check_parts(parts: dict[str, Array], lead: tuple[int, ...], inter: int, hid
 
 def check_finite(name: str, array: Array) -> None:
     """Raises ValueError for a concrete array with NaN or infinity; tracers pass."""
-    if not isinstance(array, jax.core.Tracer) and not bool(jnp.isfinite(array).all()):
+    if not isinstance(array, Tracer) and not bool(jnp.isfinite(array).all()):
         raise ValueError(_checks.message(name, "finite values", "NaN or infinity"))
 
 

@@ -8,7 +8,7 @@ its dtype: uint8 and float8_e8m0fnu are exponents, float8_e4m3fn, bfloat16 and f
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,6 @@ import numpy as np
 
 from jax_megamoe import _checks, quantization
 from jax_megamoe.elements import (
-    Array,
     check_tiles,
     expand_scales,
     float32_to_ue8m0,
@@ -228,12 +227,13 @@ def _kept_scale(
     grid = (*shape[:-2], shape[-2] // rows, shape[-1] // columns)
     if any(want % have for have, want in zip(scale.shape, grid, strict=True)):
         return None
-    if kind == "float32" and scale.dtype == jnp.uint8:
-        scale = ue8m0_to_float32(scale)
-    return expand_scales("scale", scale, grid)
+    known: Any = scale  # either kind of array
+    if kind == "float32" and known.dtype == jnp.uint8:
+        known = ue8m0_to_float32(known)
+    return expand_scales("scale", known, grid)
 
 
-def _check_values(name: str, array: Array, *, is_scale: bool) -> None:
+def _check_values(name: str, array: jax.Array | np.ndarray, *, is_scale: bool) -> None:
     """Raises ValueError for NaN, infinity, and a sign on an E4M3 scale, which UE4M3 has not.
 
     By the bits, as integers: NumPy looks at those ten times as fast as at 16-bit floats.
