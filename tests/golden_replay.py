@@ -19,7 +19,7 @@ from jax_megamoe import deep_gemm, launcher
 from jax_megamoe.plan import check_sizes
 from jax_megamoe.plan.kernel import KernelSpec
 from jax_megamoe.plan.launch import KernelLaunch
-from jax_megamoe.plan.recording import device_of
+from jax_megamoe.plan.recording import RECORDED_NAMES, device_of
 from jax_megamoe.weights.params import default_layout, parameter_shapes
 
 MAX_WEIGHT_BYTES = 200 << 20
@@ -31,15 +31,8 @@ _FACTORS = {"l1_alphas", "l2_alphas", "l2_act_scales", "l2_alpha"}
 _DERIVED = _FACTORS | {"topk_idx", "topk_weights", "sm_locality_domains"}
 """What is computed in the jitted program, at an address that nobody else knows."""
 
-_TENSORS = {
-    "w13_weight": "l1_weights",
-    "w13_weight_scale": "l1_weights_sf",
-    "w2_weight": "l2_weights",
-    "w2_weight_scale": "l2_weights_sf",
-    "shared_l1_weight": "shared_l1_weights",
-    "shared_l1_weight_scale": "shared_l1_weights_sf",
-    "shared_l2_weight": "shared_l2_weights",
-    "shared_l2_weight_scale": "shared_l2_weights_sf",
+_TENSORS = RECORDED_NAMES | {
+    "x": "x",
     "w13_weight_scale_2": "l1_alpha",
     "stats": "cumulative_local_expert_recv_stats",
 }

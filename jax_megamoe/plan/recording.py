@@ -57,7 +57,7 @@ _FAMILIES: Mapping[tuple[str, str, str], Family] = {
 }
 _STAGING = {"pre_dispatch": "fp8_fp4_mega_moe", "pre_dispatch_sm90": "sm90_fp8_mega_moe"}
 
-_MAPPED_TENSORS = {
+RECORDED_NAMES = {
     "x": "x_bf16",
     "w13_weight": "l1_weights",
     "w13_weight_scale": "l1_weights_sf",
@@ -68,6 +68,7 @@ _MAPPED_TENSORS = {
     "shared_l2_weight": "shared_l2_weights",
     "shared_l2_weight_scale": "shared_l2_weights_sf",
 }
+"""What the records call the arrays that tensor maps describe."""
 
 
 def record(inputs: Record) -> Record:
@@ -265,7 +266,7 @@ def _argument_record(argument: KernelArgument, rank: int) -> Record:
             }
         case TensorMap():
             spec = argument.spec
-            base = _base(spec.base, _MAPPED_TENSORS.get(spec.base.name, ""))
+            base = _base(spec.base, RECORDED_NAMES.get(spec.base.name, ""))
             record["tmap"] = {
                 "base": base if all(spec.dims) else None,
                 "dtype": spec.dtype,
