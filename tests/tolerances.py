@@ -34,9 +34,11 @@ AGREEMENT = {
 
 
 KERNEL_AGREEMENT = {
-    # Hopper's tensor cores drop low bits of an FP8 sum over 128 of K (some 14 are kept), so
-    # far more codes of the second matmul's input fall on their other side: 1.3 to 2 % was measured
-    # on an H200 (issue 3). A block scale that is lost or misplaced is off by much more.
+    # Hopper's tensor cores drop the low bits of an FP8 sum (some 14 are kept), so more codes of the
+    # second matmul's input fall on their other side. In tiles of 64 rows the kernel ends such a sum
+    # after 128 of K: 0.4 to 0.5 % on an H200. In tiles of 128 rows it goes on over all of K
+    # (template argument kReuseAccumAsFinal): 1.0 to 1.6 %, and up to 0.4 % less gain.
+    "fp8_block, tiles of 64": Agreement(norm=1e-2, token=2.5e-2),
     "fp8_block": Agreement(norm=2.5e-2, token=5e-2),
 }
 """A kernel on its GPU against `reference`."""

@@ -5,6 +5,7 @@ Nothing here imports jax_megamoe: what it launches is the floor that jax_megamoe
 
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -33,6 +34,12 @@ def device_name(ordinal: int = 0) -> str:
     call("cuInit", 0)
     raw = call("cuDeviceGetName", 128, call("cuDeviceGet", ordinal))
     return raw.split(b"\0")[0].decode()
+
+
+def driver_release() -> str:
+    """The installed driver, for example ``"580.159.03"``."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
 
 
 class Buffer:

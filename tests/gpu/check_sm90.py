@@ -80,7 +80,8 @@ class Layer:
             for array, fill in zip(tokens, (0, -1, 0), strict=True)
         )
         want = np.asarray(self._reference(x, ids, factors, self.params))[:num_tokens]
-        self.checks.agree(y, want, f"{name}, against reference")
+        block_m = plan_mega_moe(self.cfg, workload.H200, num_tokens, 1, "sgl").block_m
+        self.checks.agree(y, want, f"{name}, against reference, tiles of {block_m}", block_m)
 
     def counts(self, counts: Any, ids: Any, mask: Any, name: str) -> None:
         """Checks the tokens of each expert."""
