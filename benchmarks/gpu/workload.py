@@ -27,6 +27,16 @@ SHAPES: dict[str, dict[str, int]] = {
 """Sizes by the name of the recorded launches: the experts of one of 8 ranks of DeepSeek-V3, and
 all experts of Qwen3-30B-A3B and of a layer of DeepSeek-V4-Flash's size."""
 
+EXPERT_PARALLEL = MoEConfig(
+    num_experts=32,
+    top_k=8,
+    hidden_size=2048,
+    intermediate_size=768,
+    max_num_tokens=1024,
+    weight_format="fp8_block",
+)
+"""What several ranks on one GPU run; small, as each has a part of the GPU or of its time."""
+
 H200 = DeviceSpec(90, 132)
 
 Tokens = tuple[Array, Array, Array]

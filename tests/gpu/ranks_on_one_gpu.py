@@ -29,14 +29,7 @@ from jax_megamoe.plan import plan_mega_moe
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.launch import LaunchPlan
 
-CFG = mm.MoEConfig(
-    num_experts=32,
-    top_k=8,
-    hidden_size=2048,
-    intermediate_size=768,
-    max_num_tokens=1024,
-    weight_format="fp8_block",
-)
+CFG = workload.EXPERT_PARALLEL
 TOKENS = (64, 512)
 ORDINAL = 0
 REPEATS = 20

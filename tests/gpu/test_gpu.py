@@ -35,8 +35,8 @@ def test_script(command: str, tmp_path: Path) -> None:
     gpus = hopper_gpus()
     if len(gpus) < NEEDED_GPUS[command]:
         pytest.skip(
-            f"python {command}: needs {NEEDED_GPUS[command]} GPUs of compute capability 9.0 (H100, "
-            f"H200), their driver, nvcc and the kernel source sgl-deep-gemm; found {gpus}"
+            f"python {command}: needs {NEEDED_GPUS[command]} or more GPUs of compute capability "
+            f"9.0 (H100, H200), their driver, nvcc and the kernel source sgl-deep-gemm; found {gpus}"
         )
     path = os.pathsep.join(map(str, FOLDERS))
     environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}

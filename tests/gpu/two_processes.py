@@ -33,14 +33,7 @@ from jax_megamoe.compile import find_source
 from jax_megamoe.plan import plan_mega_moe
 
 SCRIPT = "two_processes"
-CFG = mm.MoEConfig(
-    num_experts=32,
-    top_k=8,
-    hidden_size=2048,
-    intermediate_size=768,
-    max_num_tokens=1024,
-    weight_format="fp8_block",
-)
+CFG = workload.EXPERT_PARALLEL
 TOKENS = (64, 512)
 RANKS = 2
 REPEATS = 20
