@@ -61,7 +61,7 @@ def check_supported(config: MoEConfig, device: jax.Device, num_ranks: int = 1) -
         ValueError: sizes out of the kernel's limits, which the message names.
     """
     spec = device_spec(device, config.reserved_sms)
-    return check_sizes(config, spec, num_ranks, _source_of(config, default_layout(config)))
+    return _kernel_source(config, spec, num_ranks, default_layout(config))
 
 
 def allocate_buffers(
@@ -119,7 +119,7 @@ def find_route(
     ranks = num_ranks if groups is None else len(groups[0])
     spec = device_spec(device, config.reserved_sms)
     layout = default_layout(config) if weights is None else weights.layout
-    source = check_sizes(config, spec, ranks, _source_of(config, layout))
+    source = _kernel_source(config, spec, ranks, layout)
     if weights is not None:
         _check_parameters(config, weights, source)
     compiler.find_source(source)
@@ -134,11 +134,17 @@ def find_route(
     return Route(spec, source, ranks, key)
 
 
-def _source_of(config: MoEConfig, layout: str) -> str | None:
-    """The kernel source that is fixed: the config's, or the one NVFP4's row order is for."""
-    if config.kernel_source is None and config.weight_format.name == "nvfp4":
-        return "sgl" if layout == SGL_FP4 else "vllm"
-    return config.kernel_source
+def _kernel_source(config: MoEConfig, device: DeviceSpec, num_ranks: int, layout: str) -> str:
+    """The source of the kernel, whose NVFP4 row order the weights have."""
+    nvfp4, source = config.weight_format.name == "nvfp4", config.kernel_source
+    if nvfp4 and source is None:
+        source = "sgl" if layout == SGL_FP4 else "vllm"
+    source = check_sizes(config, device, num_ranks, source)
+    if nvfp4 and source == "vllm":
+        # Its kernel takes the scale of layer-2 inputs by value; ours is an array, often traced.
+        hint = "set MoEConfig(kernel_source='sgl') and quantise or load again"
+        raise NotImplementedError(_checks.message("kernel_source", "sgl for nvfp4", source, hint))
+    return source
 
 
 def _allocated_key(name: str) -> str:

@@ -110,6 +110,17 @@ def test_nvfp4_rows_in_the_other_order(emulation: Emulation) -> None:
     assert not emulation.memory.allocated
 
 
+def test_vllms_nvfp4_kernel_falls_back(
+    emulation: Emulation, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = "kernel_source: expected sgl for nvfp4, got vllm; set MoEConfig"
+    cfg = config("nvfp4", hidden_size=512)
+    with pytest.raises(NotImplementedError, match=f"^{text}"):
+        mm.check_supported(cfg, jax.devices()[0])
+    assert text in fallback(cfg, caplog)
+    assert mm.check_supported(config("nvfp4", kernel_source="sgl"), jax.devices()[0]) == "sgl"
+
+
 # What is missing.
 
 
