@@ -36,7 +36,8 @@ def test_script(command: str, tmp_path: Path) -> None:
     if len(gpus) < NEEDED_GPUS[command]:
         pytest.skip(
             f"python {command}: needs {NEEDED_GPUS[command]} or more GPUs of compute capability "
-            f"9.0 (H100, H200), their driver, nvcc and the kernel source sgl-deep-gemm; found {gpus}"
+            "9.0 (H100, H200), their driver, nvcc and the kernel source sgl-deep-gemm; "
+            f"found {gpus}"
         )
     path = os.pathsep.join(map(str, FOLDERS))
     environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
