@@ -17,7 +17,6 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,8 @@ import ranks
 import workload
 from jax import lax
 
-from jax_megamoe import deep_gemm, symmetric_memory
+import jax_megamoe as mm
+from jax_megamoe import symmetric_memory
 from jax_megamoe.devices import device_spec
 from jax_megamoe.plan import plan_mega_moe
 
@@ -148,6 +148,7 @@ def equal(job: Job) -> None:
     ready = on_all_ranks(job)
     for cell in ready.cells:
         equal_cell(job, ready, cell)
+    independent_calls(job, ready)
     leave(job, ready)
 
 
@@ -179,40 +180,31 @@ def equal_cell(job: Job, ready: Ready, cell: Any) -> None:
     num_calls = NUM_CALLS_QUICK if job.quick else NUM_CALLS
     with jobs.check(f"{cell}: {num_calls} calls, two loads in turn, all like the first"):
         pair = [placed["random"], placed["uneven ranks"]]
-        assert_repeats(call, pair, weights, world, num_calls)
+        ranks.assert_repeats(call, pair, weights, world, num_calls)
+
+
+def independent_calls(job: Job, ready: Ready) -> None:
+    """Calls of one program that need nothing of each other, on one buffer: they must take turns."""
+    calls = [(ready.cells[which], load) for which in (0, 1) for load in ("random", "uneven ranks")]
+    tokens = [ready.world.place(ranks.loads(cell, job.num_ranks)[load]) for cell, load in calls]
+
+    @jax.jit
+    def program(tokens: Any, weights: Any) -> Any:
+        return [
+            ranks.outside(cell, ready.world, job.how)(each, weights)[0]
+            for (cell, _), each in zip(calls, tokens, strict=True)
+        ]
+
+    with jobs.check(f"{len(calls)} independent calls in a program, {NUM_CALLS_QUICK} times"):
+        for _ in range(NUM_CALLS_QUICK):
+            results = program(tokens, ready.weights[0])
+        for (cell, load), y in zip(calls, results, strict=True):
+            ranks.assert_same(y, ready.expected[str(cell)][load], job.how)
 
 
 def allocate(cell: Any, world: Any) -> None:
     """The symmetric buffers, which a call inside the caller's shard_map cannot allocate."""
-    deep_gemm.allocate_buffers(cell.config, mesh=world.mesh, axis="ep")
-
-
-def assert_repeats(
-    call: Callable[..., Any], loads: list[Any], weights: Any, world: Any, num_calls: int
-) -> None:
-    """Asserts that calls of several loads in turn keep giving the bits of the first of each."""
-
-    def count(wrong: Any, y: Any, first: Any) -> Any:
-        differs = lax.bitcast_convert_type(y, jnp.uint16) != first
-        return wrong + jnp.sum(differs, dtype=jnp.int32)
-
-    @jax.jit
-    def step(wrong: Any, tokens: Any, weights: Any, first: Any) -> Any:
-        y, _ = call(tokens, weights)
-        return ranks.mapped(count, world)(wrong, y, first)
-
-    @jax.jit
-    def bits(tokens: Any, weights: Any) -> Any:
-        return lax.bitcast_convert_type(call(tokens, weights)[0], jnp.uint16)
-
-    firsts = [bits(tokens, weights) for tokens in loads]
-    wrong = world.place(np.zeros(world.num_ranks, np.int32))
-    for index in range(num_calls):
-        which = index % len(loads)
-        wrong = step(wrong, loads[which], weights, firsts[which])
-    for shard in wrong.addressable_shards:
-        number = int(np.asarray(shard.data)[0])
-        assert number == 0, f"{number} values differed on {shard.device}"
+    mm.allocate_buffers(cell.config, mesh=world.mesh, axis="ep")
 
 
 def late(job: Job) -> None:

@@ -223,3 +223,35 @@ def assert_counts(got: jax.Array, tokens: Tokens, cfg: mm.MoEConfig) -> None:
     want = cases.counts_of(ids, mask, cfg.num_experts)
     for shard in got.addressable_shards:
         np.testing.assert_array_equal(np.asarray(shard.data), want[shard.index])
+
+
+def assert_repeats(
+    call: Callable[..., Any],
+    loads: list[Tokens],
+    weights: ExpertWeights,
+    world: World,
+    num_calls: int,
+) -> None:
+    """Asserts that calls of several loads in turn keep giving the bits of the first of each."""
+
+    def count(wrong: Any, y: Any, first: Any) -> Any:
+        differs = jax.lax.bitcast_convert_type(y, jnp.uint16) != first
+        return wrong + jnp.sum(differs, dtype=jnp.int32)
+
+    @jax.jit
+    def step(wrong: Any, tokens: Any, weights: Any, first: Any) -> Any:
+        y, _ = call(tokens, weights)
+        return mapped(count, world)(wrong, y, first)
+
+    @jax.jit
+    def bits(tokens: Any, weights: Any) -> Any:
+        return jax.lax.bitcast_convert_type(call(tokens, weights)[0], jnp.uint16)
+
+    firsts = [bits(tokens, weights) for tokens in loads]
+    wrong = world.place(np.zeros(world.num_ranks, np.int32))
+    for index in range(num_calls):
+        which = index % len(loads)
+        wrong = step(wrong, loads[which], weights, firsts[which])
+    for shard in wrong.addressable_shards:
+        number = int(np.asarray(shard.data)[0])
+        assert number == 0, f"{number} values differed on {shard.device}"
