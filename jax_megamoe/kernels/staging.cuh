@@ -161,10 +161,10 @@ __device__ __forceinline__ uint32_t to_e2m1(const float (&values)[8], const uint
   const uint32_t words[] = {eight.x, eight.y, eight.z, eight.w};
 #pragma unroll
   for (uint32_t i = 0; i < 4; ++i) {
-    signs |= (words[i] >> 12 & 0x08 | words[i] >> 24 & 0x80) << 8 * i;
+    signs |= ((words[i] >> 12 & 0x08) | (words[i] >> 24 & 0x80)) << 8 * i;
   }
   const uint32_t nonzero = (codes | codes >> 1 | codes >> 2) & 0x11111111;
-  return codes | signs & nonzero << 3;
+  return codes | (signs & nonzero << 3);
 }
 
 struct Nvfp4 {
