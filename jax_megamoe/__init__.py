@@ -12,7 +12,12 @@ from jax_megamoe.config import MoEConfig as MoEConfig
 from jax_megamoe.deep_gemm import allocate_buffers as allocate_buffers
 from jax_megamoe.deep_gemm import check_supported as check_supported
 from jax_megamoe.eplb import ReplicaMap as ReplicaMap
+from jax_megamoe.eplb import imbalance as imbalance
+from jax_megamoe.eplb import rank_loads as rank_loads
+from jax_megamoe.eplb import rebalance as rebalance
+from jax_megamoe.eplb import record_loads as record_loads
 from jax_megamoe.eplb import replica_map as replica_map
+from jax_megamoe.eplb import solve_placement as solve_placement
 from jax_megamoe.formats import BF16 as BF16
 from jax_megamoe.formats import FP8_BLOCK as FP8_BLOCK
 from jax_megamoe.formats import MXFP4 as MXFP4

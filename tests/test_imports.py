@@ -28,7 +28,7 @@ ALLOWED = {
     "_peer_memory": "_checks devices _processes _cuda_memory",
     "symmetric_memory": "_checks _extension _processes _cuda_memory _peer_memory",
     "weights": "_checks formats config elements quantization",
-    "eplb": "_checks config",
+    "eplb": "_checks config weights",
     "staging": "config quantization eplb",
     "expert": "config formats quantization weights",
     "xla": "config formats staging expert weights",
