@@ -22,8 +22,6 @@ from jax_megamoe.plan.launch import KernelLaunch
 from jax_megamoe.plan.recording import RECORDED_NAMES, device_of
 from jax_megamoe.weights.params import default_layout, parameter_shapes
 
-MAX_WEIGHT_BYTES = 200 << 20
-"""Largest experts of a record that is run; fp8_block has none with fewer."""
 MAX_TOKEN_BYTES = 20 << 20
 NUM_DEVICES = 8
 
@@ -99,7 +97,7 @@ def _activation(inputs: Record) -> mm.Activation:
     return mm.Activation(name, clamp=clamp, alpha=inputs["alpha"], beta=inputs["beta"])
 
 
-def replays(file: str, max_weight_bytes: int = MAX_WEIGHT_BYTES) -> list[Record]:
+def replays(file: str, max_weight_bytes: int) -> list[Record]:
     """The records of a file that a call over eight devices can make, with experts small enough."""
     found: list[Record] = []
     for record in read(file):

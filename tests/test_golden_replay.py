@@ -13,25 +13,26 @@ from jax_megamoe.plan.sm100 import locality_table
 
 driver, emulation = recording.driver, emulated_devices.emulation
 
-MAX_WEIGHT_BYTES = 1 << 30
+# Records with larger experts are left out; NVFP4 has none that a call can make with fewer bytes.
+MAX_WEIGHT_BYTES = {"launches_sgl_fp4_mega_moe.jsonl.gz": 1 << 30}
 
 # How many records of a file a call can make: fewer would mean that some dropped out unseen.
 REPLAYED = {
-    "launches_sgl_fp8_fp4_mega_moe.jsonl.gz": 39,
+    "launches_sgl_fp8_fp4_mega_moe.jsonl.gz": 33,
     "launches_sgl_fp4_mega_moe.jsonl.gz": 1,
-    "launches_sgl_bf16_mega_moe.jsonl.gz": 22,
+    "launches_sgl_bf16_mega_moe.jsonl.gz": 14,
     "launches_sgl_sm90_fp8_mega_moe.jsonl.gz": 9,
-    "launches_sgl_pre_dispatch.jsonl.gz": 10,
+    "launches_sgl_pre_dispatch.jsonl.gz": 7,
     "launches_sgl_pre_dispatch_sm90.jsonl.gz": 3,
-    "launches_vllm_fp8_fp4_mega_moe.jsonl.gz": 56,
-    "launches_vllm_situ_mega_moe.jsonl.gz": 31,
-    "launches_vllm_bf16_mega_moe.jsonl.gz": 23,
+    "launches_vllm_fp8_fp4_mega_moe.jsonl.gz": 47,
+    "launches_vllm_situ_mega_moe.jsonl.gz": 26,
+    "launches_vllm_bf16_mega_moe.jsonl.gz": 14,
 }
 
 
 @pytest.mark.parametrize("file", REPLAYED)
 def test_golden_launches(file: str, emulation: Emulation) -> None:
-    records = replays(file, MAX_WEIGHT_BYTES)
+    records = replays(file, MAX_WEIGHT_BYTES.get(file, 220 << 20))
     assert len(records) == REPLAYED[file]
     for record in records:
         assert_replayed(record, emulation)
