@@ -93,30 +93,23 @@ def seconds(run: Callable[[], Any], repeats: int) -> float:
     return statistics.median(times)
 
 
-def ceilings(mesh: Mesh, num_bytes: int, size: int) -> Json:
-    """What the GPUs and the links between them do at best, in this run.
+def link_rates(mesh: Mesh, num_bytes: int) -> Json:
+    """Bytes a second that enter a GPU from another, in this run.
 
     Args:
         mesh: the GPUs.
-        num_bytes: to copy.
-        size: of the square matrices to multiply.
+        num_bytes: to send from each.
     """
-    mapped = partial(jax.shard_map, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))
     ring = [(rank, (rank + 1) % mesh.size) for rank in range(mesh.size)]
-    pass_on = jax.jit(mapped(lambda a: lax.ppermute(a, AXIS, ring)))
-    every = NamedSharding(mesh, P(AXIS))
-    shape = (mesh.size, num_bytes)
-    draw = partial(jax.random.bits, jax.random.key(0), shape, jnp.uint8)
-    spread = jax.jit(draw, out_shardings=every)()
-    one = spread.addressable_shards[0].data
-    flip = partial(jax.jit(jnp.invert), one)
-    put = partial(jax.device_put, one, mesh.devices[1])
-    a = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
+    pass_on = jax.shard_map(
+        lambda a: lax.ppermute(a, AXIS, ring), mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS)
+    )
+    draw = partial(jax.random.bits, jax.random.key(0), (mesh.size, num_bytes), jnp.uint8)
+    spread = jax.jit(draw, out_shardings=NamedSharding(mesh, P(AXIS)))()
+    put = partial(jax.device_put, spread.addressable_shards[0].data, mesh.devices[1])
     return {
-        "copy_bytes_per_s": 2 * num_bytes / seconds(flip, 5),
-        "device_put_bytes_per_s": num_bytes / seconds(put, 5),
-        "ppermute_bytes_per_s": num_bytes / seconds(partial(pass_on, spread), 5),
-        "bf16_matmul_flop_per_s": 2 * size**3 / seconds(partial(jax.jit(jnp.matmul), a, a), 5),
+        "device_put_bytes_per_second": num_bytes / seconds(put, 5),
+        "ppermute_bytes_per_second": num_bytes / seconds(partial(jax.jit(pass_on), spread), 5),
     }
 
 
