@@ -37,12 +37,14 @@ if TYPE_CHECKING:
     from jax_megamoe.layer import MegaMoE as MegaMoE
     from jax_megamoe.weights.checkpoint import load_experts as load_experts
     from jax_megamoe.weights.checkpoint import reload_experts as reload_experts
+    from jax_megamoe.weights.convert import convert_checkpoint as convert_checkpoint
     from jax_megamoe.weights.converted import load_converted as load_converted
     from jax_megamoe.weights.converted import save_experts as save_experts
     from jax_megamoe.weights.select import select_format as select_format
 
 _ON_FIRST_USE = {
     "MegaMoE": "layer",
+    "convert_checkpoint": "weights.convert",
     "load_converted": "weights.converted",
     "load_experts": "weights.checkpoint",
     "reload_experts": "weights.checkpoint",

@@ -17,6 +17,7 @@ from jax_megamoe.compile.errors import BuildError
 from jax_megamoe.demo import DemoSettings, run_demo
 from jax_megamoe.doctor import print_report
 from jax_megamoe.formats import WEIGHT_FORMATS
+from jax_megamoe.weights.convert import convert_checkpoint
 
 DESCRIPTION = "Mixture-of-experts layers in JAX on DeepGEMM's fused kernels."
 
@@ -99,7 +100,69 @@ def doctor(parser: argparse.ArgumentParser) -> Run:
     return run
 
 
-COMMANDS: tuple[Callable[[argparse.ArgumentParser], Run], ...] = (demo, bench, doctor)
+def convert(parser: argparse.ArgumentParser) -> Run:
+    """Write a checkpoint's experts once in kernel layout, to be mapped with load_converted."""
+    parser.add_argument("checkpoint", type=Path, help="folder with safetensors files, or one file")
+    parser.add_argument(
+        "--prefix",
+        required=True,
+        help="of the experts' names; * stands for a number: model.layers.*.mlp.experts",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        help="the file; with a * in the prefix, a folder of files PREFIX.safetensors",
+    )
+    parser.add_argument(
+        "--format",
+        dest="weight_format",
+        choices=list(WEIGHT_FORMATS),
+        metavar="FORMAT",
+        help=f"of {', '.join(WEIGHT_FORMATS)}; as stored, but FP8 in 128x128 blocks to mxfp8",
+    )
+    for option, (field, text) in _CONVERTED.items():
+        parser.add_argument(f"--{option}", dest=field, type=int, metavar="N", help=text)
+    parser.add_argument("--kernel-source", choices=("sgl", "vllm"), help="the order of NVFP4 rows")
+    parser.add_argument(
+        "--gate-up-order", choices=("halves", "alternating"), help="rows of gate and up in one"
+    )
+    parser.add_argument("--no-progress", action="store_true", help="show no bars")
+
+    def run(arguments: argparse.Namespace) -> int:
+        _use_cpu()
+        names = ["weight_format", "kernel_source", *(field for field, _ in _CONVERTED.values())]
+        fields = {name: getattr(arguments, name) for name in names}
+        done = convert_checkpoint(
+            arguments.checkpoint,
+            arguments.output,
+            prefix=arguments.prefix,
+            gate_up_order=arguments.gate_up_order,
+            progress=not arguments.no_progress,
+            **{name: value for name, value in fields.items() if value is not None},
+        )
+        for layer in done:
+            config = layer.config
+            sys.stdout.write(
+                f"{layer.path}: {config.weight_format.name}, {config.num_experts} experts of "
+                f"{config.hidden_size} x {config.intermediate_size}, "
+                f"{layer.path.stat().st_size / 1e6:.1f} MB\n"
+            )
+        return 0
+
+    return run
+
+
+_CONVERTED = {
+    "experts": ("num_experts", "physical experts, replicas included (as many as stored)"),
+    "hidden": ("hidden_size", "filled up with zeros to this (the next multiple of 128)"),
+    "intermediate": ("intermediate_size", "likewise"),
+    "shared-experts": ("num_shared_experts", "width of a shared expert to fuse, in experts (0)"),
+}
+"""Field of the layer's config and help, by option of `convert`."""
+
+
+COMMANDS: tuple[Callable[[argparse.ArgumentParser], Run], ...] = (demo, bench, convert, doctor)
 """Every command, under its function's name."""
 
 
@@ -163,7 +226,8 @@ def _add_formats(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _use_cpu(num_devices: int) -> None:
-    """Has JAX make this many CPU devices and no others; before any is used."""
+def _use_cpu(num_devices: int | None = None) -> None:
+    """Has JAX make this many CPU devices (None: as it would) and no others; before any is used."""
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", num_devices)
+    if num_devices is not None:
+        jax.config.update("jax_num_cpu_devices", num_devices)

@@ -177,7 +177,7 @@ def solve_placement(loads: np.ndarray, num_physical: int, num_ranks: int) -> np.
     share = load / counts
     capacity = num_physical // num_ranks
     held: list[list[int]] = [[] for _ in range(num_ranks)]
-    totals = [0.0] * num_ranks
+    totals = np.zeros(num_ranks)
     for expert in np.argsort(-share, kind="stable").tolist():
         for _ in range(counts[expert]):
             free = [rank for rank in range(num_ranks) if len(held[rank]) < capacity]

@@ -13,7 +13,8 @@ from jax_megamoe.weights.requantize import SourceMatrix
 from jax_megamoe.weights.source import Tensor
 
 FLOATS = ("bfloat16", "float16", "float32")
-_PACKED = ("uint8", "int8")
+PACKED = ("uint8", "int8")
+"""Dtypes of E2M1 pairs."""
 _E8M0_ONE = 127
 
 GLOBAL_SCALE_TOLERANCE = 1e-5
@@ -151,7 +152,7 @@ class Projection:
 
     def _padded_shape(self, weight: Piece) -> tuple[int, int]:
         rows, columns = self.padded
-        return rows, columns // 2 if weight.dtype in _PACKED else columns
+        return rows, columns // 2 if weight.dtype in PACKED else columns
 
     def _padded_scale(self, scale: np.ndarray) -> np.ndarray:
         grid = scale.reshape(-1, 1) if scale.ndim == 1 and scale.size > 1 else scale
@@ -263,7 +264,7 @@ def _padded(array: np.ndarray, shape: tuple[int, int], fill: int) -> np.ndarray:
 
 
 _DTYPES: Mapping[Kind, tuple[str, ...]] = {
-    "weight": (*FLOATS, "float8_e4m3fn", *_PACKED),
+    "weight": (*FLOATS, "float8_e4m3fn", *PACKED),
     "scale": ("float32", "bfloat16", "uint8", "float8_e8m0fnu", "float8_e4m3fn"),
     "global_scale": ("float32",),
     "input_scale": ("float32",),
@@ -278,7 +279,7 @@ def _check_piece(piece: Piece, stored: tuple[int, int]) -> None:
         raise NotImplementedError(_checks.message(piece.where, expected, "packed int4 (int32)"))
     _checks.dtype(piece.where, piece, _DTYPES[kind])
     if kind == "weight":
-        stored_columns = columns // 2 if piece.dtype in _PACKED else columns
+        stored_columns = columns // 2 if piece.dtype in PACKED else columns
         _checks.shape(piece.where, piece, (rows, stored_columns), _hint(piece))
     elif kind == "bias":
         _checks.shape(piece.where, piece, (rows,), _hint(piece))
