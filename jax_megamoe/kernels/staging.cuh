@@ -100,8 +100,8 @@ __device__ __forceinline__ uint2 to_e4m3(const uint4& eight, float factor) {
   uint32_t pairs[4];
 #pragma unroll
   for (uint32_t i = 0; i < 4; ++i) {
-    pairs[i] = to_e4m3(__fmul_rn(value(eight, 2 * i), factor),
-                       __fmul_rn(value(eight, 2 * i + 1), factor));
+    pairs[i] =
+        to_e4m3(__fmul_rn(value(eight, 2 * i), factor), __fmul_rn(value(eight, 2 * i + 1), factor));
   }
   return {pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16};
 }
@@ -270,11 +270,11 @@ __global__ void __launch_bounds__(kThreads, 4)
                  const float* __restrict__ w2_weight_scale_2, void* __restrict__ buf_x,
                  void* __restrict__ buf_x_sf, float* __restrict__ buf_x_scales,
                  int64_t* __restrict__ buf_topk_idx, float* __restrict__ buf_topk_weights,
-                 void* __restrict__ buf_shared_l1_acts, uint32_t* __restrict__ buf_shared_l1_acts_sf,
-                 float* __restrict__ l2_alpha, uint32_t num_tokens, uint32_t top_k,
-                 uint32_t num_experts, uint32_t num_logical, uint32_t max_replicas,
-                 uint32_t block_m, uint32_t shared_sf_rows, uint32_t num_local_experts,
-                 float l2_activation_scale) {
+                 void* __restrict__ buf_shared_l1_acts,
+                 uint32_t* __restrict__ buf_shared_l1_acts_sf, float* __restrict__ l2_alpha,
+                 uint32_t num_tokens, uint32_t top_k, uint32_t num_experts, uint32_t num_logical,
+                 uint32_t max_replicas, uint32_t block_m, uint32_t shared_sf_rows,
+                 uint32_t num_local_experts, float l2_activation_scale) {
   static_assert(kHidden % (8 * kWarp) == 0 && kThreads % kWarp == 0,
                 "whole warps: hidden_size is a multiple of 256");
   constexpr bool kIsNvfp4 = kTokens == Tokens::kNvfp4 || kTokens == Tokens::kNvfp4Sgl;

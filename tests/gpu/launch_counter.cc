@@ -1,6 +1,6 @@
-// Stands between jax_megamoe and libcuda.so.1 (see JAX_MEGAMOE_LIBCUDA), which it is linked with, and
-// counts kernel launches by whether their stream was being captured into a CUDA graph. A graph's
-// replay launches nothing here.
+// Stands between jax_megamoe and libcuda.so.1 (see JAX_MEGAMOE_LIBCUDA), which it is linked with,
+// and counts kernel launches by whether their stream was being captured into a CUDA graph. A
+// graph's replay launches nothing here.
 
 #include <dlfcn.h>
 

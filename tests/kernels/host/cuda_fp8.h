@@ -1,5 +1,6 @@
-// As much of CUDA as kernels/staging.cuh uses, for a host compiler: it takes the place of the header
-// of this name. A block's threads are fibers that take turns; warps and blocks meet as on a GPU.
+// As much of CUDA as kernels/staging.cuh uses, for a host compiler: it takes the place of the
+// header of this name. A block's threads are fibers that take turns; warps and blocks meet as on a
+// GPU.
 
 #pragma once
 
