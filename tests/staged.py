@@ -1,6 +1,8 @@
-"""Inputs that are hard to stage, and what the symmetric buffer holds of them afterwards."""
+"""Calls that are hard to stage: their inputs, their plans, and what the symmetric buffer holds
+afterwards."""
 
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +10,160 @@ import ml_dtypes
 import numpy as np
 
 from jax_megamoe import MoEConfig, ReplicaMap, quantization
-from jax_megamoe.plan.launch import LaunchPlan
+from jax_megamoe.plan import plan_mega_moe
+from jax_megamoe.plan.device import DeviceSpec
+from jax_megamoe.plan.launch import KernelLaunch, LaunchPlan
+from jax_megamoe.plan.staging import Routing
 from jax_megamoe.plan.symmetric_buffer import BufferLayout
 from jax_megamoe.staging import QuantizedTokens, StagedTokens, stage
+
+NUM_RANKS = 2
+L2_ACTIVATION_SCALE = 0.37
+PATTERN = 0xA5
+"""Every byte of a buffer before it is staged into."""
+
+
+class Form(NamedTuple):
+    """What is staged, and for whose kernel."""
+
+    weight_format: str
+    source: str
+    num_shared_experts: int = 0
+    shared_format: str | None = None
+
+    def __str__(self) -> str:
+        shared = f" + shared {self.shared_format or ''}" if self.num_shared_experts else ""
+        return f"{self.weight_format} {self.source}{shared}".rstrip()
+
+
+FORMS = (
+    Form("mxfp4", "sgl"),
+    Form("mxfp8", "vllm", 1),
+    Form("nvfp4", "sgl"),
+    Form("nvfp4", "vllm"),
+    Form("nvfp4", "vllm", 1, "mxfp8"),
+    Form("nvfp4", "vllm", 1, "bf16"),
+    Form("bf16", "sgl", 1),
+    Form("fp8_block", "sgl"),
+)
+
+
+def config(form: Form, **fields: Any) -> MoEConfig:
+    """A small config of a form, with some fields of one's own."""
+    sizes = {"num_experts": 8, "top_k": 3, "hidden_size": 512, "intermediate_size": 256}
+    form_fields = {name: value for name, value in form._asdict().items() if name != "source"}
+    return MoEConfig(**(sizes | {"max_num_tokens": 129} | form_fields | fields))
+
+
+def plan_of(
+    form: Form,
+    num_tokens: int,
+    *,
+    routing: Routing | None = None,
+    staging_by: str = "jax_megamoe",
+    **fields: Any,
+) -> LaunchPlan:
+    """The plan of a call of `config(form, **fields)` with no step but the one that stages."""
+    device = DeviceSpec(90, 132) if form.weight_format == "fp8_block" else DeviceSpec(100, 148)
+    plan = plan_mega_moe(
+        config(form, **fields),
+        device,
+        num_tokens,
+        NUM_RANKS,
+        form.source,
+        routing=routing,
+        staging_by=staging_by,
+        l2_activation_scale=L2_ACTIVATION_SCALE,
+    )
+    first, _ = [step for step in plan.steps if isinstance(step, KernelLaunch)]
+    return replace(plan, steps=(first,), constants=())
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call to stage.
+
+    Attributes:
+        plan: from `plan_of`.
+        arrays: operands by name, and ``l2_alpha``, zeros, which the plan may write.
+        want: the buffer afterwards from its region ``x`` on, uint8.
+        l2_alpha: that array afterwards.
+    """
+
+    plan: LaunchPlan
+    arrays: dict[str, np.ndarray]
+    want: np.ndarray
+    l2_alpha: np.ndarray
+
+    @property
+    def step(self) -> KernelLaunch:
+        """The launch."""
+        (step,) = self.plan.steps
+        assert isinstance(step, KernelLaunch)
+        return step
+
+    @property
+    def start(self) -> int:
+        """Bytes of the buffer before `want`."""
+        return self.plan.buffer["x"].offset
+
+
+def hard_case(
+    form: Form,
+    num_tokens: int,
+    *,
+    mask: bool = False,
+    eplb: ReplicaMap | None = None,
+    block_m: int | None = None,
+    **fields: Any,
+) -> Case:
+    """Hard inputs for a form, and what becomes of them.
+
+    Args:
+        mask: some rows are padding.
+        eplb: a replica map; None: the initial one.
+        block_m: a tile height other than the plan's.
+    """
+    layer = config(form, **fields)
+    max_replicas = 0 if eplb is None else eplb.logical_to_physical.shape[1]
+    routing = Routing(
+        num_logical=layer.logical_experts, padding_mask=mask, max_replicas=max_replicas
+    )
+    plan = plan_of(form, num_tokens, routing=routing, **fields)
+    if block_m is not None:
+        plan = _with_tiles(plan, block_m)
+    bits = hard_tokens(num_tokens, layer.hidden_size, seed=num_tokens)
+    ids, weights, padding = hard_routing(layer, num_tokens)
+    factors = np.linspace(1e-3, 2, layer.num_experts // NUM_RANKS, dtype=np.float32)
+    arrays = {
+        "x": bits,
+        "topk_ids": ids,
+        "topk_weights": weights,
+        "padding_mask": padding,
+        "w2_weight_scale_2": factors,
+        "l2_alpha": np.zeros_like(factors),
+    }
+    if eplb is not None:
+        arrays["logical_to_physical"] = np.asarray(eplb.logical_to_physical)
+        arrays["num_replicas"] = np.asarray(eplb.num_replicas)
+    padding_mask = padding if mask else None
+    staged = staged_on_host(
+        layer, form.source, bits, (ids, weights), padding_mask=padding_mask, eplb=eplb
+    )
+    want = np.full(plan.buffer.num_bytes - plan.buffer["x"].offset, PATTERN, np.uint8)
+    fill_buffer(want, plan, staged)
+    alpha = factors * np.float32(L2_ACTIVATION_SCALE) if plan.scratch else np.zeros_like(factors)
+    return Case(plan, arrays, want, alpha)
+
+
+def _with_tiles(plan: LaunchPlan, block_m: int) -> LaunchPlan:
+    (step,) = plan.steps
+    assert isinstance(step, KernelLaunch)
+    arguments = tuple(
+        replace(each, value=block_m) if each.name == "block_m" else each for each in step.arguments
+    )
+    return replace(plan, steps=(replace(step, arguments=arguments),), block_m=block_m)
+
 
 NAN, INFINITY = 0x7FC1, 0x7F80
 LARGEST, SMALLEST_NORMAL, SMALLEST = 0x7F7F, 0x0080, 0x0001
@@ -115,7 +268,7 @@ def staged_on_host(
         return staged
 
     with jax.default_device(jax.devices("cpu")[0]):
-        return run(bits.astype(np.uint16), routing, padding_mask, eplb)
+        return run(bits, routing, padding_mask, eplb)
 
 
 def fill_buffer(buffer: np.ndarray, plan: LaunchPlan, staged: StagedTokens) -> None:
