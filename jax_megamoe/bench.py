@@ -1,26 +1,20 @@
 """`python -m jax_megamoe bench`: measurements that need no GPU, side by side in one run."""
 
-import datetime
-import os
-import platform
-import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float32, Int32
-from rich import box
-from rich.table import Table
 
+from jax_megamoe import _checks
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.formats import WEIGHT_FORMATS
+from jax_megamoe.measurements import Measurements
 from jax_megamoe.op import mega_moe
 from jax_megamoe.weights.experts import quantize_experts
 
@@ -137,6 +131,26 @@ class CpuResult:
     matmul_rate: float
     rows: tuple[Row, ...]
 
+    def report(self) -> Measurements:
+        """The result as a table."""
+        shape = self.shape
+        return Measurements(
+            title="The layer on a CPU",
+            heading=(
+                f"{shape.num_experts} experts, top {shape.top_k}, hidden {shape.hidden_size}, "
+                f"intermediate {shape.intermediate_size}, {shape.num_tokens} tokens; bf16 matmul "
+                f"{self.matmul_rate / 1e9:.0f} GFLOP/s"
+            ),
+            notes=(
+                "Medians of one run, on one device. einsum bf16 applies every expert to every "
+                "token; xla only those that a token chose. `faster` is its time over the row's; "
+                "`of matmul` is the rate over that of one large bf16 matmul; `temp, MB` is what "
+                "XLA plans for temporaries and the output."
+            ),
+            columns=tuple(_COLUMNS),
+            rows=tuple(tuple(text(row, self) for text in _COLUMNS.values()) for row in self.rows),
+        )
+
 
 def bench_cpu(
     shape: Shape, formats: Sequence[str], *, seed: int = 0, repeats: int = 9
@@ -148,7 +162,11 @@ def bench_cpu(
         formats: names of the weight formats.
         seed: of the random inputs.
         repeats: measured calls of each, after one warm-up.
+
+    Raises:
+        ValueError: fewer than one repeat, or sizes that no layer has.
     """
+    repeats = _checks.integer("repeats", repeats, minimum=1)
     inputs = _inputs(shape, seed)
     tokens = (inputs.x, inputs.ids, inputs.factors)
     flops = 6 * shape.num_tokens * shape.hidden_size * shape.intermediate_size
@@ -188,57 +206,3 @@ _COLUMNS: dict[str, Callable[[Row, CpuResult], str]] = {
     "temp, MB": lambda row, _: f"{row.temporary_bytes / 1e6:.1f}",
 }
 """What is said of a row, by the head of its column."""
-
-
-def table(result: CpuResult) -> Table:
-    """The result for a terminal of 80 columns or more."""
-    drawn = Table(title=_heading(result), box=box.SIMPLE_HEAD, padding=0)
-    for name in _COLUMNS:
-        drawn.add_column(name, justify="left" if name == "layer" else "right", no_wrap=True)
-    for row in result.rows:
-        drawn.add_row(*(text(row, result) for text in _COLUMNS.values()))
-    return drawn
-
-
-def markdown(result: CpuResult, arguments: str) -> str:
-    """The result as a Markdown page, with how, when and on what it was measured.
-
-    Args:
-        result: the result.
-        arguments: of `python -m jax_megamoe`, as given.
-    """
-    now = datetime.datetime.now(datetime.UTC)
-    lines = [
-        "# The layer on a CPU",
-        "",
-        f"`python -m jax_megamoe {arguments}`, {now:%Y-%m-%d}. {_processor()}, "
-        f"{os.cpu_count()} CPUs; Python {platform.python_version()}, jax {jax.__version__}, "
-        f"jaxlib {version('jaxlib')}.",
-        "",
-        f"{_heading(result)}. Medians of one run, on one device. einsum bf16 applies every expert "
-        "to every token; xla only those that a token chose. `faster` is its time over the row's; "
-        "`of matmul` is the rate over that of one large bf16 matmul; `temp, MB` is what XLA plans "
-        "for temporaries and the output.",
-        "",
-        f"| {' | '.join(_COLUMNS)} |",
-        f"|---|{'---:|' * (len(_COLUMNS) - 1)}",
-    ]
-    for row in result.rows:
-        lines.append(f"| {' | '.join(text(row, result) for text in _COLUMNS.values())} |")
-    return "\n".join([*lines, ""])
-
-
-def _heading(result: CpuResult) -> str:
-    shape = result.shape
-    return (
-        f"{shape.num_experts} experts, top {shape.top_k}, hidden {shape.hidden_size}, intermediate "
-        f"{shape.intermediate_size}, {shape.num_tokens} tokens; bf16 matmul "
-        f"{result.matmul_rate / 1e9:.0f} GFLOP/s"
-    )
-
-
-def _processor() -> str:
-    """The processor's name."""
-    info = Path("/proc/cpuinfo")
-    names = re.findall(r"^model name\s*: (.*)$", info.read_text(), re.M) if info.exists() else []
-    return names[0] if names else platform.processor() or platform.machine()

@@ -12,11 +12,13 @@ from pathlib import Path
 import jax
 from rich.console import Console
 
-from jax_megamoe.bench import Shape, bench_cpu, markdown, table
+from jax_megamoe.bench import Shape, bench_cpu
+from jax_megamoe.bench_load import LoadShape, bench_load
 from jax_megamoe.compile.errors import BuildError
 from jax_megamoe.demo import DemoSettings, run_demo
 from jax_megamoe.doctor import print_report
 from jax_megamoe.formats import WEIGHT_FORMATS
+from jax_megamoe.measurements import Measurements
 from jax_megamoe.weights.convert import convert_checkpoint
 
 DESCRIPTION = "Mixture-of-experts layers in JAX on DeepGEMM's fused kernels."
@@ -47,7 +49,7 @@ def demo(parser: argparse.ArgumentParser) -> Run:
         settings = DemoSettings(
             **_sizes(arguments),
             num_ranks=arguments.ranks,
-            formats=tuple(dict.fromkeys(arguments.formats)),
+            formats=_formats(arguments),
             seed=arguments.seed,
             output=arguments.output,
             keep=arguments.keep,
@@ -59,31 +61,48 @@ def demo(parser: argparse.ArgumentParser) -> Run:
 
 
 def bench(parser: argparse.ArgumentParser) -> Run:
-    """Measure the layer; `cpu`: xla in each format beside a plain einsum layer, on one device."""
-    parser.add_argument("what", choices=["cpu"])
-    default = Shape()
-    _add_sizes(parser, default)
-    _add_formats(parser)
-    parser.add_argument("--seed", type=int, default=0, help="of the inputs")
-    parser.add_argument("--repeats", type=int, default=9, help="measured calls of each")
-    parser.add_argument("--output", type=Path, help="also write the table to this Markdown file")
+    """Measure: `cpu`, xla in each format beside an einsum layer; `load`, loading a checkpoint."""
+    kinds = parser.add_subparsers(dest="what", required=True)
+    runs = {
+        name: measure(kinds.add_parser(name, help=help, description=help))
+        for name, measure, help in (
+            ("cpu", _bench_cpu, "xla in each format beside a plain einsum layer, on one device"),
+            ("load", _bench_load, "load_experts beside NumPy, from a file to kernel layout"),
+        )
+    }
 
     def run(arguments: argparse.Namespace) -> int:
         _use_cpu(1)
-        shape = Shape(**_sizes(arguments))
-        result = bench_cpu(
-            shape,
-            tuple(dict.fromkeys(arguments.formats)),
-            seed=arguments.seed,
-            repeats=arguments.repeats,
-        )
-        Console().print(table(result))
+        measured = runs[arguments.what](arguments)
+        Console().print(measured.table())
         if arguments.output:
             arguments.output.parent.mkdir(parents=True, exist_ok=True)
-            arguments.output.write_text(markdown(result, " ".join(sys.argv[1:])))
+            arguments.output.write_text(measured.markdown(" ".join(sys.argv[1:])))
         return 0
 
     return run
+
+
+def _bench_cpu(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], Measurements]:
+    _add_sizes(parser, Shape())
+    _add_bench_options(parser, repeats=9)
+    return lambda arguments: bench_cpu(
+        Shape(**_sizes(arguments)),
+        _formats(arguments),
+        seed=arguments.seed,
+        repeats=arguments.repeats,
+    ).report()
+
+
+def _bench_load(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], Measurements]:
+    _add_sizes(parser, LoadShape())
+    _add_bench_options(parser, repeats=5)
+    return lambda arguments: bench_load(
+        LoadShape(**_sizes(arguments)),
+        _formats(arguments),
+        seed=arguments.seed,
+        repeats=arguments.repeats,
+    ).report()
 
 
 def doctor(parser: argparse.ArgumentParser) -> Run:
@@ -200,8 +219,11 @@ _SIZES = {
 """Field of a size by its option."""
 
 
-def _add_sizes(parser: argparse.ArgumentParser, default: DemoSettings | Shape) -> None:
+def _add_sizes(parser: argparse.ArgumentParser, default: DemoSettings | Shape | LoadShape) -> None:
+    """Adds an option for each size that `default` has."""
     for option, field in _SIZES.items():
+        if not hasattr(default, field):
+            continue
         parser.add_argument(
             f"--{option.replace('_', '-')}",
             type=int,
@@ -211,7 +233,8 @@ def _add_sizes(parser: argparse.ArgumentParser, default: DemoSettings | Shape) -
 
 
 def _sizes(arguments: argparse.Namespace) -> dict[str, int]:
-    return {field: getattr(arguments, option) for option, field in _SIZES.items()}
+    given = vars(arguments)
+    return {field: given[option] for option, field in _SIZES.items() if option in given}
 
 
 def _add_formats(parser: argparse.ArgumentParser) -> None:
@@ -224,6 +247,17 @@ def _add_formats(parser: argparse.ArgumentParser) -> None:
         metavar="FORMAT",
         help=f"of {', '.join(names)} (all)",
     )
+
+
+def _formats(arguments: argparse.Namespace) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(arguments.formats))
+
+
+def _add_bench_options(parser: argparse.ArgumentParser, *, repeats: int) -> None:
+    _add_formats(parser)
+    parser.add_argument("--seed", type=int, default=0, help="of the inputs")
+    parser.add_argument("--repeats", type=int, default=repeats, help="measured calls of each")
+    parser.add_argument("--output", type=Path, help="also write the table to this Markdown file")
 
 
 def _use_cpu(num_devices: int | None = None) -> None:

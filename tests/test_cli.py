@@ -49,6 +49,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         ("demo --seed -1", "seed: expected an integer >= 0, got -1"),
         ("bench gpu2", "invalid choice: 'gpu2'"),
         ("bench", "the following arguments are required: what"),
+        ("bench load --top-k 2", "unrecognized arguments: --top-k"),
         ("doctor --top-k 65", "top_k: expected at most num_logical_experts = 64, got 65"),
         ("doctor --ranks 5", "num_experts: expected a multiple of the 5 expert-parallel ranks"),
     ],
