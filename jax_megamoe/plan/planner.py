@@ -71,6 +71,8 @@ def plan_mega_moe(
     Operands: ``x`` bfloat16 [T, H], ``topk_ids`` int32 [T, K], ``topk_weights`` float32 [T, K],
     those of `routing`, the fields of ExpertWeights, ``y`` bfloat16 [T, H], ``stats`` int32 [experts
     of this rank] and ``symmetric_buffer``. T = 0 is a launch like any other: peers wait for it.
+    Every rank plans for the same T and masks rows that are no tokens: SM90 ranks that planned for 512
+    and for 0 tokens hung on an H200.
 
     A plan starts with a kernel that quantises x into the buffer and takes the routing over. Plans
     of the vllm source over several ranks have a fill before it, which makes them repeatable.
@@ -172,6 +174,8 @@ def _problem(config: MoEConfig, num_tokens: int, num_ranks: int, source: str) ->
         intermediate_size=config.intermediate_size,
         max_num_tokens=config.max_num_tokens,
         num_tokens=num_tokens,
+        # Under shard_map every rank has as many rows, so the most tokens of any rank are known.
+        num_tokens_bound=num_tokens if config.weight_format.architecture == "sm90" else 0,
         weight_format=config.weight_format.name,
         num_shared_experts=config.num_shared_experts,
         shared_format=config.shared_format if config.num_shared_experts else None,
