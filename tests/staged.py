@@ -75,8 +75,8 @@ def plan_of(
         staging_by=staging_by,
         l2_activation_scale=L2_ACTIVATION_SCALE,
     )
-    first, _ = [step for step in plan.steps if isinstance(step, KernelLaunch)]
-    return replace(plan, steps=(first,), constants=())
+    *staging, _ = [step for step in plan.steps if isinstance(step, KernelLaunch)]
+    return replace(plan, steps=tuple(staging), constants=())
 
 
 @dataclass(frozen=True)

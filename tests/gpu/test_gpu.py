@@ -14,6 +14,7 @@ NEEDED_GPUS = {
     "tests/gpu/check_sm90.py --quick": 1,
     "tests/gpu/ranks_on_one_gpu.py --quick": 1,
     "tests/gpu/two_processes.py --quick": 1,
+    "tests/gpu/check_staging.py --quick": 1,
     "tests/gpu/check_symmetric_memory.py": 1,
     "tests/gpu/check_expert_parallel.py --quick": 2,
 }
