@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_megamoe as mm
-from jax_megamoe import deep_gemm, launcher
+from jax_megamoe import deep_gemm, launcher, plan
 from jax_megamoe.plan import check_sizes
 from jax_megamoe.plan.kernel import KernelSpec
 from jax_megamoe.plan.launch import KernelLaunch
@@ -44,7 +44,7 @@ def config_of(inputs: Record) -> mm.MoEConfig | None:
     if not inputs["kernel"].startswith("pre_dispatch"):
         factors += [inputs["l1_alphas"], inputs["l2_alphas"]]
         factors += [inputs["l2_act_scales"]] * (inputs["provider"] == "sgl")
-    unused = ("post_norm", "global_num_tokens", "num_tokens_bound", "env", "expert_scales")
+    unused = ("post_norm", "global_num_tokens", "env", "expert_scales")
     if (
         any(inputs.get(name) for name in unused)
         or inputs["weight_layout"] != "megamoe"
@@ -103,7 +103,7 @@ def replays(file: str, max_weight_bytes: int) -> list[Record]:
     for record in read(file):
         inputs = record["inputs"]
         config = None if "rejected" in record else config_of(inputs)
-        if config is None or inputs["num_ranks"] > NUM_DEVICES:
+        if config is None or inputs["num_ranks"] > NUM_DEVICES or not _knows_bound(record):
             continue
         shapes = parameter_shapes(config).values()
         num_bytes = sum(math.prod(each.shape) * each.dtype.itemsize for each in shapes)
@@ -111,6 +111,15 @@ def replays(file: str, max_weight_bytes: int) -> list[Record]:
         if num_bytes <= max_weight_bytes and token_bytes <= MAX_TOKEN_BYTES:
             found.append(record)
     return found
+
+
+def _knows_bound(record: Record) -> bool:
+    """Whether DeepGEMM would launch the same with the most tokens of any rank known, as we do."""
+    inputs = record["inputs"]
+    if inputs["kernel"] != "sm90_fp8_mega_moe":
+        return True
+    bounded = plan.record(inputs | {"num_tokens_bound": inputs["num_tokens"]})
+    return bounded["launches"] == plan.record(inputs)["launches"]
 
 
 def zeros(mesh: Mesh, shape: tuple[int, ...], dtype: Any, spec: P) -> jax.Array:

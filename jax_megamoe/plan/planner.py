@@ -71,7 +71,7 @@ def plan_mega_moe(
     Operands: ``x`` bfloat16 [T, H], ``topk_ids`` int32 [T, K], ``topk_weights`` float32 [T, K],
     those of `routing`, the fields of ExpertWeights, ``y`` bfloat16 [T, H], ``stats`` int32 [experts
     of this rank] and ``symmetric_buffer``. T = 0 is a launch like any other: peers wait for it.
-    Every rank plans for the same T and masks rows that are no tokens: SM90 ranks that planned for 512
+    Every rank plans for the same T and masks rows that are no tokens: SM90 ranks planned for 512
     and for 0 tokens hung on an H200.
 
     A plan starts with a kernel that quantises x into the buffer and takes the routing over. Plans
