@@ -33,8 +33,8 @@ ALLOWED = {
     "expert": "config formats quantization weights",
     "xla": "config formats staging expert weights",
     "reference": "config formats staging expert weights eplb",
-    "deep_gemm": "_checks _extension compile config devices expert launcher plan symmetric_memory "
-    "weights",
+    "deep_gemm": "_checks _extension compile config devices eplb expert launcher plan "
+    "symmetric_memory weights",
     "op": "_checks compile config deep_gemm eplb expert reference staging symmetric_memory weights "
     "xla",
     "layer": "config eplb op weights",

@@ -138,6 +138,18 @@ def test_axis_of_two_mesh_axes(kind: AxisType) -> None:
     np.testing.assert_array_equal(counts, want_counts)
 
 
+def test_axis_of_one_rank() -> None:
+    cfg = cases.config("nvfp4")
+    for implementation in ("xla", "reference"):
+        call = partial(mm.mega_moe, config=cfg, implementation=implementation, return_stats=True)
+        y, counts = call(
+            *cases.tokens(cfg, TOKENS), cases.weights(cfg), mesh=cases.ep_mesh(1), axis="ep"
+        )
+        want, want_counts = call(*cases.tokens(cfg, TOKENS), cases.weights(cfg))
+        np.testing.assert_array_equal(host(y), host(want))
+        np.testing.assert_array_equal(counts, want_counts)
+
+
 @KINDS
 def test_unused_mesh_axis(kind: AxisType) -> None:
     cfg = cases.config("nvfp4")
@@ -149,25 +161,29 @@ def test_unused_mesh_axis(kind: AxisType) -> None:
     np.testing.assert_array_equal(counts, want_counts)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 4])
-def test_scan_over_layers(num_ranks: int) -> None:
+@pytest.mark.parametrize("kind", [None, AxisType.Auto, AxisType.Explicit])
+def test_scan_over_layers(kind: AxisType | None) -> None:
     cfg = cases.config("mxfp8", num_shared_experts=1)
-    place = dict(mesh=cases.ep_mesh(4), axis="ep") if num_ranks == 4 else {}
     first = cases.weights(cfg)
-    second = mm.quantize_experts(
-        cfg, *(parts := cases.float_matrices(cfg, seed=9))["routed"], shared=parts["shared"]
-    )
-    layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), first, second)
+    parts = cases.float_matrices(cfg, seed=9)
+    second = mm.quantize_experts(cfg, *parts["routed"], shared=parts["shared"])
     x, ids, factors = cases.tokens(cfg, TOKENS)
+    place = {}
+    if kind is not None:
+        mesh = cases.ep_mesh(4, kind)
+        place = dict(mesh=mesh, axis="ep")
+        x, ids, factors = sharded((x, ids, factors), (P("ep"),) * 3, mesh)
+        first, second = (sharded(w, w.partition_specs("ep"), mesh) for w in (first, second))
+    layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), first, second)
     apply = partial(mm.mega_moe, config=cfg, implementation="xla", **place)
 
     @jax.jit
     def model(x: Any, layers: mm.ExpertWeights) -> Any:
         return lax.scan(lambda x, layer: (x + apply(x, ids, factors, layer), None), x, layers)[0]
 
-    want = x
+    want, one = x, jax.jit(lambda x, layer: x + apply(x, ids, factors, layer))
     for layer in (first, second):
-        want = jax.jit(lambda x, w: x + apply(x, ids, factors, w))(want, layer)
+        want = one(want, layer)
     np.testing.assert_array_equal(host(model(x, layers)), host(want))
 
 

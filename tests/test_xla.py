@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 import jax_megamoe as mm
+from jax_megamoe.weights.params import parameter_shapes
 
 TOKENS = 64
 RANKS = (1, 2, 4, 8)
@@ -157,3 +158,22 @@ def test_a_rank_with_many_rounds() -> None:
     one, many = call(), call(mesh=cases.ep_mesh(8), axis="ep")
     np.testing.assert_array_equal(np.asarray(many, np.float32), np.asarray(one, np.float32))
     assert np.asarray(one, np.float32).any(axis=1).sum() == 399
+
+
+@pytest.mark.parametrize("form", cases.FORMATS)
+def test_experts_are_decoded_one_at_a_time(form: str) -> None:
+    """Temporary memory does not grow with the number of experts."""
+
+    def temporary(num_experts: int) -> int:
+        cfg = cases.config(form, num_experts=num_experts)
+        shapes = parameter_shapes(cfg)
+        weights = mm.ExpertWeights(
+            **{name: shape for name, shape in shapes.items() if not name.endswith("_bias")},
+            format=form,
+        )
+        call = jax.jit(partial(mm.mega_moe, config=cfg, implementation="xla"))
+        compiled = call.lower(*cases.tokens(cfg, TOKENS), weights).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    one_expert = 3 * 256 * 128 * 4
+    assert temporary(128) - temporary(16) < one_expert
