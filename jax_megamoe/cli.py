@@ -8,6 +8,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 from rich.console import Console
@@ -63,46 +64,48 @@ def demo(parser: argparse.ArgumentParser) -> Run:
 def bench(parser: argparse.ArgumentParser) -> Run:
     """Measure: `cpu`, xla in each format beside an einsum layer; `load`, loading a checkpoint."""
     kinds = parser.add_subparsers(dest="what", required=True)
-    runs = {
-        name: measure(kinds.add_parser(name, help=help, description=help))
-        for name, measure, help in (
-            ("cpu", _bench_cpu, "xla in each format beside a plain einsum layer, on one device"),
-            ("load", _bench_load, "load_experts beside NumPy, from a file to kernel layout"),
+    for name, kind in _BENCHMARKS.items():
+        added = kinds.add_parser(name, help=kind.summary, description=kind.summary)
+        _add_sizes(added, kind.shape())
+        _add_formats(added)
+        added.add_argument("--seed", type=int, default=0, help="of the inputs")
+        added.add_argument(
+            "--repeats", type=int, default=kind.repeats, help="measured calls of each"
         )
-    }
+        added.add_argument("--output", type=Path, help="also write the table to this Markdown file")
 
     def run(arguments: argparse.Namespace) -> int:
         _use_cpu(1)
-        measured = runs[arguments.what](arguments)
-        Console().print(measured.table())
+        kind = _BENCHMARKS[arguments.what]
+        shape, formats = kind.shape(**_sizes(arguments)), _formats(arguments)
+        result = kind.measure(shape, formats, seed=arguments.seed, repeats=arguments.repeats)
+        report: Measurements = result.report()
+        Console().print(report.table())
         if arguments.output:
             arguments.output.parent.mkdir(parents=True, exist_ok=True)
-            arguments.output.write_text(measured.markdown(" ".join(sys.argv[1:])))
+            arguments.output.write_text(report.markdown(" ".join(sys.argv[1:])))
         return 0
 
     return run
 
 
-def _bench_cpu(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], Measurements]:
-    _add_sizes(parser, Shape())
-    _add_bench_options(parser, repeats=9)
-    return lambda arguments: bench_cpu(
-        Shape(**_sizes(arguments)),
-        _formats(arguments),
-        seed=arguments.seed,
-        repeats=arguments.repeats,
-    ).report()
+class _Benchmark(NamedTuple):
+    """What `bench` measures: the shape's class, the function, repeats by default, and a summary."""
+
+    shape: Callable[..., Any]
+    measure: Callable[..., Any]
+    repeats: int
+    summary: str
 
 
-def _bench_load(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], Measurements]:
-    _add_sizes(parser, LoadShape())
-    _add_bench_options(parser, repeats=5)
-    return lambda arguments: bench_load(
-        LoadShape(**_sizes(arguments)),
-        _formats(arguments),
-        seed=arguments.seed,
-        repeats=arguments.repeats,
-    ).report()
+_BENCHMARKS = {
+    "cpu": _Benchmark(
+        Shape, bench_cpu, 9, "xla in each format beside a plain einsum layer, on one device"
+    ),
+    "load": _Benchmark(
+        LoadShape, bench_load, 5, "load_experts beside NumPy, from a file to kernel layout"
+    ),
+}
 
 
 def doctor(parser: argparse.ArgumentParser) -> Run:
@@ -251,13 +254,6 @@ def _add_formats(parser: argparse.ArgumentParser) -> None:
 
 def _formats(arguments: argparse.Namespace) -> tuple[str, ...]:
     return tuple(dict.fromkeys(arguments.formats))
-
-
-def _add_bench_options(parser: argparse.ArgumentParser, *, repeats: int) -> None:
-    _add_formats(parser)
-    parser.add_argument("--seed", type=int, default=0, help="of the inputs")
-    parser.add_argument("--repeats", type=int, default=repeats, help="measured calls of each")
-    parser.add_argument("--output", type=Path, help="also write the table to this Markdown file")
 
 
 def _use_cpu(num_devices: int | None = None) -> None:

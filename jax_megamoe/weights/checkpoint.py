@@ -368,13 +368,10 @@ def _checked_array(name: str, array: Any) -> Any:
 @contextmanager
 def _progress(show: bool, prefix: str, total: int | None) -> Iterator[Callable[[int], None]]:
     """A bar of bytes; yields what advances it."""
+    if not show or jax.process_index() != 0:
+        yield lambda _: None
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    bar = Progress(
-        *columns,
-        TransferSpeedColumn(),
-        console=Console(stderr=True),
-        disable=not show or jax.process_index() != 0,
-    )
-    with bar:
+    with Progress(*columns, TransferSpeedColumn(), console=Console(stderr=True)) as bar:
         task = bar.add_task(prefix, total=total)
         yield partial(bar.advance, task)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import ml_dtypes
 import numpy as np
@@ -49,7 +50,7 @@ class Piece:
         """The tensor's name and file, for messages."""
         return f"{self.tensor.name} in {self.tensor.origin}"
 
-    @property
+    @cached_property
     def dtype(self) -> str:
         return str(self.tensor.dtype)
 

@@ -7,7 +7,7 @@ its dtype: uint8 and float8_e8m0fnu are exponents, float8_e4m3fn, bfloat16 and f
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +32,8 @@ _EXPONENT_BITS = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
 """All set in infinity and NaN."""
 _CACHED = 1 << 20
 """Bytes."""
+_TWO_TO_MINUS_127 = 1 << 22
+"""The bits of the one power of two that is subnormal in float32 and an exponent of UE8M0."""
 
 
 class QuantizedMatrix(NamedTuple):
@@ -93,7 +95,7 @@ class SourceMatrix:
         *leading, stored = self.weight.shape
         return (*leading, stored * (2 if self._dtype in _E2M1 else 1))
 
-    @property
+    @cached_property
     def _dtype(self) -> str:
         return str(self.weight.dtype)
 
@@ -210,6 +212,11 @@ def _canonical_scale(source: SourceMatrix) -> jax.Array | np.ndarray | None:
         return scale
     if str(scale.dtype) in _UE8M0:
         return scale.view(np.uint8)
+    if isinstance(scale, np.ndarray):
+        numbers = scale.astype(np.float32)
+        bits = numbers.view(np.int32)
+        if ((bits & 0x7FFFFF != 0) & (bits != _TWO_TO_MINUS_127)).any():
+            return numbers
     numbers = to_float32(source.scale_name, scale)
     exponents = _exponents(numbers)
     return numbers if bool((exponents == 255).any()) else exponents
