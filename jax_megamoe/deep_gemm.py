@@ -8,15 +8,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
-from jaxtyping import Array, BFloat16, Float32, Int32
+from jaxtyping import Array, BFloat16, Bool, Float32, Int32
 
 from jax_megamoe import _checks, _extension, expert, launcher, symmetric_memory
 from jax_megamoe import compile as compiler
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.devices import device_spec
+from jax_megamoe.eplb import ReplicaMap
 from jax_megamoe.plan import check_sizes, plan_mega_moe
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.launch import KernelLaunch, LaunchPlan
+from jax_megamoe.plan.staging import Routing
 from jax_megamoe.weights.params import INTERLEAVE_8, SGL_FP4, ExpertWeights, default_layout
 
 Axis = str | tuple[str, ...]
@@ -38,10 +40,27 @@ class Route:
     num_ranks: int
     buffer_key: str
 
-    def plan(self, config: MoEConfig, num_tokens: int, *, with_stats: bool = False) -> LaunchPlan:
-        """The plan of a call with `num_tokens` tokens on each rank."""
+    def plan(
+        self,
+        config: MoEConfig,
+        num_tokens: int,
+        routing: Routing | None = None,
+        *,
+        with_stats: bool = False,
+    ) -> LaunchPlan:
+        """The plan of a call with `num_tokens` rows on each rank, staged by this package.
+
+        routing None: logical ids alone, without a padding mask or a replica map.
+        """
         return plan_mega_moe(
-            config, self.device, num_tokens, self.num_ranks, self.source, with_stats=with_stats
+            config,
+            self.device,
+            num_tokens,
+            self.num_ranks,
+            self.source,
+            with_stats=with_stats,
+            routing=routing or Routing(num_logical=config.logical_experts),
+            staging_by="jax_megamoe",
         )
 
 
@@ -197,37 +216,52 @@ def moe(
     config: MoEConfig,
     route: Route,
     axis: Axis | None = None,
+    padding_mask: Bool[Array, " tokens"] | None = None,
+    eplb: ReplicaMap | None = None,
     with_stats: bool = False,
 ) -> tuple[BFloat16[Array, "tokens hidden"], Int32[Array, " experts"] | None]:
-    """One launch on one rank.
+    """One staging launch and one kernel launch on one rank.
+
+    The staging kernel is this package's: it masks padding and ids out of range and chooses
+    replicas while it quantises, so that XLA runs nothing before it (staging_h200.md has its times
+    beside sgl's).
 
     Args:
         x: bfloat16 [T, H].
-        topk_ids: int32 [T, K], physical ids, -1 for unrouted.
+        topk_ids: int32 [T, K], logical ids.
         topk_weights: float32 [T, K].
         weights: this rank's parameters.
         config: the layer.
         route: from `find_route`.
         axis: the manual mesh axis (axes) of expert parallelism; None on one rank.
+        padding_mask: bool [T], True for rows that are no tokens.
+        eplb: where replicas are; None: slot p holds logical expert p % num_logical_experts.
         with_stats: count tokens of each local expert.
 
     Returns:
         bfloat16 [T, H], and int32 [E] or None.
     """
-    plan = route.plan(config, x.shape[0], with_stats=with_stats)
-    if plan.unstaged:
-        expected = "a kernel that stages every input"
-        raise NotImplementedError(_checks.message("plan", expected, f"none for {plan.unstaged}"))
-    for step in plan.steps:
-        if isinstance(step, KernelLaunch):
-            compiler.build(step.kernel)
     operands = {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights} | weights.arrays()
+    if padding_mask is not None:
+        operands["padding_mask"] = padding_mask
+    if eplb is not None:
+        operands["logical_to_physical"] = eplb.logical_to_physical
+        operands["num_replicas"] = eplb.num_replicas
     if config.weight_format.weight.has_global_scale:
         operands |= _sgl_factors(weights, axis)
     results = {"y": jax.ShapeDtypeStruct(x.shape, x.dtype)}
     if with_stats:
         operands["stats"] = jnp.zeros(weights.w13_weight.shape[0], jnp.int32)
         results["stats"] = jax.ShapeDtypeStruct(operands["stats"].shape, jnp.int32)
+    routing = Routing(
+        num_logical=config.logical_experts,
+        padding_mask=padding_mask is not None,
+        max_replicas=0 if eplb is None else eplb.logical_to_physical.shape[1],
+    )
+    plan = route.plan(config, x.shape[0], routing, with_stats=with_stats)
+    for step in plan.steps:
+        if isinstance(step, KernelLaunch):
+            compiler.build(step.kernel)
     out = launcher.launch(plan, operands, results, buffer_key=route.buffer_key, command_buffer=True)
     return out["y"], out.get("stats")
 

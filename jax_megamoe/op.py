@@ -19,7 +19,7 @@ from jax_megamoe import _checks, deep_gemm, expert, reference, symmetric_memory,
 from jax_megamoe import compile as compiler
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.eplb import ReplicaMap
-from jax_megamoe.staging import route, stage
+from jax_megamoe.staging import stage
 from jax_megamoe.weights.params import ExpertWeights, check_weights
 
 Axis = str | tuple[str, ...]
@@ -325,15 +325,12 @@ def _run_local(
     routing = (inputs.topk_ids, inputs.topk_weights)
     options: dict[str, Any] = dict(config=config, padding_mask=mask, eplb=inputs.eplb)
     if how.route is not None and x.shape[0]:
-        with jax.named_scope("mega_moe/staging"):
-            ids, factors = route(*routing, **options)
         with jax.named_scope("mega_moe/launch"):
             y, counts = deep_gemm.moe(
                 x,
-                ids,
-                factors,
+                *routing,
                 weights,
-                config=config,
+                **options,
                 route=how.route,
                 axis=place.axis,
                 with_stats=with_stats,

@@ -23,7 +23,7 @@ from jax_megamoe.plan.kernel import KernelSpec
 B200 = DeviceSpec(100, 148)
 H200 = DeviceSpec(90, 132)
 
-MEGA, STAGING = "sm100_fp8_fp4_mega_moe_impl", "mega_moe_pre_dispatch_kernel"
+MEGA, STAGING = "sm100_fp8_fp4_mega_moe_impl", "stage_tokens"
 """Kernels of an MXFP8 call, the second one first."""
 
 MAX_RANKS = 72

@@ -1,6 +1,7 @@
 """deep_gemm.py: what the kernels are launched with, however `mega_moe` is called."""
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -39,24 +40,35 @@ def group(*devices: int) -> dict[int, bytes]:
     return {device: sym_buffer(devices, rank) for rank, device in enumerate(devices)}
 
 
-def watch_ids(emulation: Emulation, cfg: mm.MoEConfig, ranks: int, num_tokens: int) -> Any:
-    """Has the staging kernel's launches record the ids of a call with `num_tokens` a rank.
+def watch(
+    emulation: Emulation, cfg: mm.MoEConfig, ranks: int, rows: int, argument: str, like: np.ndarray
+) -> Callable[[], dict[int, np.ndarray]]:
+    """Has the staging kernel's launches record what an argument points to.
+
+    Args:
+        emulation: the emulated devices.
+        cfg: of the call.
+        ranks: of the call.
+        rows: tokens of a rank.
+        argument: its name.
+        like: an array of the shape and dtype that it should point to.
 
     Returns:
-        A function that gives them by device: int32 [num_tokens, top_k].
+        A function that gives the arrays by device.
     """
-    plan = deep_gemm.Route(emulation.device, "sgl", ranks, "").plan(cfg, num_tokens)
+    plan = deep_gemm.Route(emulation.device, "sgl", ranks, "").plan(cfg, rows)
     (step,) = (
         each
         for each in plan.steps
         if isinstance(each, KernelLaunch) and each.kernel.symbol == STAGING
     )
+    index = [each.name for each in step.arguments].index(argument)
     name = kernel_name(_extension.encode_kernel(step.kernel))
-    emulation.driver.peek(name, 1, 4 * num_tokens * cfg.top_k)
+    emulation.driver.peek(name, index, like.nbytes)
 
     def read() -> dict[int, np.ndarray]:
         return {
-            device: np.frombuffer(bytes.fromhex(each["peeked"]), np.int32).reshape(num_tokens, -1)
+            device: np.frombuffer(bytes.fromhex(each["peeked"]), like.dtype).reshape(like.shape)
             for device, each in emulation.launches(STAGING).items()
         }
 
@@ -222,30 +234,31 @@ def test_inside_shard_map_two_meshes_are_ambiguous(emulation: Emulation) -> None
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_padding_and_ids_out_of_range_are_unrouted(ranks: int, emulation: Emulation) -> None:
+@pytest.mark.parametrize("argument", ["topk_idx", "padding_mask"])
+def test_the_staging_kernel_masks(ranks: int, argument: str, emulation: Emulation) -> None:
+    """It is given the ids as they came and the padding mask (tests/kernels: what it does)."""
     cfg, place = config(), dict(mesh=cases.ep_mesh(4), axis="ep") if ranks == 4 else {}
     x, ids, factors = cases.tokens(cfg, TOKENS)
     ids = ids.at[3, 1].set(16).at[9, 0].set(-7)
     mask = np.arange(TOKENS) % 8 >= 5
-    read = watch_ids(emulation, cfg, ranks, TOKENS // ranks)
+    want = np.asarray(ids if argument == "topk_idx" else mask)
+    read = watch(emulation, cfg, ranks, TOKENS // ranks, argument, want[: TOKENS // ranks])
     apply = jax.jit(partial(mm.mega_moe, config=cfg, implementation="deep_gemm", **place))
     jax.block_until_ready(apply(x, ids, factors, cases.weights(cfg), padding_mask=mask))
-    want = np.where(mask[:, None] | (ids < 0) | (ids > 15), -1, ids)
     got = read()
     np.testing.assert_array_equal(np.concatenate([got[rank] for rank in range(ranks)]), want)
 
 
-def test_ids_are_physical(emulation: Emulation) -> None:
-    """Replicas are chosen by each rank's own token index."""
+@pytest.mark.parametrize("field", ["logical_to_physical", "num_replicas"])
+def test_the_staging_kernel_chooses_replicas(field: str, emulation: Emulation) -> None:
     cfg = config(num_experts=16, num_logical_experts=8)
-    held = np.arange(16)[::-1] // 2
-    replicas = mm.replica_map(held, 8)
-    read = watch_ids(emulation, cfg, 4, TOKENS // 4)
+    replicas = mm.replica_map(np.arange(16)[::-1] // 2, 8)
+    want = np.asarray(getattr(replicas, field))
+    read = watch(emulation, cfg, 4, TOKENS // 4, field, want)
     call(cfg, mesh=cases.ep_mesh(4), axis="ep", eplb=replicas)
-    logical = np.asarray(cases.tokens(cfg, TOKENS)[1]).reshape(4, TOKENS // 4, -1)
-    slots = np.concatenate([each for _, each in sorted(read().items())])
-    np.testing.assert_array_equal(held[slots].reshape(logical.shape), logical)
-    assert len(np.unique(slots)) == 16
+    for got in read().values():
+        np.testing.assert_array_equal(got, want)
+    assert len(read()) == 4
 
 
 def test_sgl_takes_nvfp4_factors_as_pairs_and_one_input_scale(emulation: Emulation) -> None:

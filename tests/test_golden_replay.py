@@ -22,8 +22,6 @@ REPLAYED = {
     "launches_sgl_fp4_mega_moe.jsonl.gz": 1,
     "launches_sgl_bf16_mega_moe.jsonl.gz": 14,
     "launches_sgl_sm90_fp8_mega_moe.jsonl.gz": 5,
-    "launches_sgl_pre_dispatch.jsonl.gz": 7,
-    "launches_sgl_pre_dispatch_sm90.jsonl.gz": 3,
     "launches_vllm_fp8_fp4_mega_moe.jsonl.gz": 47,
     "launches_vllm_situ_mega_moe.jsonl.gz": 26,
     "launches_vllm_bf16_mega_moe.jsonl.gz": 14,
