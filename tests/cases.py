@@ -113,6 +113,7 @@ def routings(cfg: mm.MoEConfig, num_tokens: int) -> dict[str, tuple[np.ndarray, 
     pairs = np.repeat(scattered[:, : cfg.top_k // 2], 2, axis=1)
     holes = np.where(rng.random(scattered.shape) < 0.4, -1, scattered)
     last_rank = np.where(row[:, None] < num_tokens // 8, -1, cfg.num_experts - 1 - scattered % 2)
+    one_row_block = np.where(row[:, None] < num_tokens // 8, 5, everywhere)
     none = np.zeros(num_tokens, bool)
     return {
         "even": (everywhere.astype(np.int32), none),
@@ -121,6 +122,7 @@ def routings(cfg: mm.MoEConfig, num_tokens: int) -> dict[str, tuple[np.ndarray, 
         "idle half": (scattered, row >= num_tokens // 2),
         "idle first rank, all to the last": (last_rank.astype(np.int32), none),
         "one expert": (one, none),
+        "first rank alone to one expert": (one_row_block.astype(np.int32), none),
         "duplicates": (pairs, none),
         "unrouted slots": (holes, none),
         "nothing": (np.full_like(scattered, -1), none),
