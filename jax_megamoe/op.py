@@ -173,8 +173,15 @@ def _check_arrays(
         logical = config.logical_experts
         _checks.shape("eplb.num_replicas", eplb.num_replicas, (logical,))
         _checks.shape("eplb.logical_to_physical", eplb.logical_to_physical, (logical, "replicas"))
-    if not isinstance(topk_ids, Tracer) and topk_ids.size:
-        ids = np.asarray(topk_ids)
+    if not isinstance(topk_ids, Tracer):
+        _check_ids(topk_ids, config)
+
+
+def _check_ids(topk_ids: Any, config: MoEConfig) -> None:
+    """Refuses ids out of range, in what this process holds of a concrete array."""
+    shards = getattr(topk_ids, "addressable_shards", None)
+    parts = [topk_ids] if shards is None else [shard.data for shard in shards]
+    for ids in (np.asarray(part) for part in parts if part.size):
         low, high = int(ids.min()), int(ids.max())
         if low < -1 or high >= config.logical_experts:
             expected = f"expert ids in [0, {config.logical_experts}), or -1 for unrouted"

@@ -94,7 +94,7 @@ def ragged_layer(x: Array, ids: Array, factors: Array, w13: Array, w2: Array) ->
     return zeros.at[token].add(weighted).astype(x.dtype)
 
 
-def microseconds(function: Callable[[], Any], *, enough: float = 0.03, repeats: int = 5) -> float:
+def microseconds(function: Callable[[], Any], *, enough: float = 0.25, repeats: int = 5) -> float:
     """Median time of a call by the host's clock, each repeat as many calls in a row as take
     `enough` seconds."""
     jax.block_until_ready(function())
