@@ -35,7 +35,8 @@ def print_report(console: Console, sizes: Mapping[str, Any], num_ranks: int) -> 
     """
     configs = [MoEConfig(**sizes, weight_format=form) for form in WEIGHT_FORMATS.values()]
     configs[0].experts_per_rank(num_ranks)
-    found = Table("part", "found", title="This machine")
+    found = Table("part", title="This machine")
+    found.add_column("found", overflow="fold")
     for finding in findings():
         missing = f"[yellow]{escape(finding.problem)}[/]"
         found.add_row(finding.part, escape(finding.found) or missing)
