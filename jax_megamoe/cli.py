@@ -7,16 +7,20 @@ docstring's first line is its help. `COMMANDS` lists them.
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 from rich.console import Console
 
+from jax_megamoe.ahead import compile_ahead, kernels
 from jax_megamoe.bench import Shape, bench_cpu
 from jax_megamoe.bench_load import LoadShape, bench_load
 from jax_megamoe.compile.errors import BuildError
+from jax_megamoe.config import Activation, MoEConfig
 from jax_megamoe.demo import DemoSettings, run_demo
+from jax_megamoe.devices import KNOWN_DEVICES, device_spec
 from jax_megamoe.doctor import print_report
 from jax_megamoe.formats import WEIGHT_FORMATS
 from jax_megamoe.measurements import Measurements
@@ -122,6 +126,61 @@ def doctor(parser: argparse.ArgumentParser) -> Run:
     return run
 
 
+def compile(parser: argparse.ArgumentParser) -> Run:
+    """Compile kernels into the cache before anything runs, for a layer and token counts."""
+    _add_sizes(parser, Shape(64, 8, 2048, 1024, 4096), but=("tokens",))
+    _add_formats(parser, ["fp8_block"])
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", required=True, help="rows of a rank's call"
+    )
+    parser.add_argument("--max-tokens", type=int, default=4096, help="max_num_tokens (%(default)s)")
+    parser.add_argument("--ranks", type=int, default=1, help="expert-parallel ranks (1)")
+    parser.add_argument("--shared-experts", type=int, default=0, help="fused, in experts (0)")
+    parser.add_argument("--activation", default="swiglu", choices=("swiglu", "situ"))
+    for name in ("clamp", "alpha", "beta"):
+        parser.add_argument(f"--{name}", type=float, help="of the activation")
+    parser.add_argument("--kernel-source", choices=("sgl", "vllm"), help="where kernels come from")
+    parser.add_argument("--reserved-sms", type=int, default=0, help="left to other kernels (0)")
+    parser.add_argument(
+        "--device",
+        choices=list(KNOWN_DEVICES),
+        metavar="DEVICE",
+        help=f"of {', '.join(KNOWN_DEVICES)}; this machine's by default",
+    )
+
+    def run(arguments: argparse.Namespace) -> int:
+        activation = Activation(
+            arguments.activation,
+            clamp=arguments.clamp,
+            alpha=arguments.alpha,
+            beta=arguments.beta,
+        )
+        sizes = _sizes(arguments)
+        sizes.pop("num_tokens")
+        configs = [
+            MoEConfig(
+                **sizes,
+                max_num_tokens=arguments.max_tokens,
+                weight_format=WEIGHT_FORMATS[name],
+                activation=activation,
+                num_shared_experts=arguments.shared_experts,
+                kernel_source=arguments.kernel_source,
+                reserved_sms=arguments.reserved_sms,
+            )
+            for name in _formats(arguments)
+        ]
+        reserved = arguments.reserved_sms
+        if arguments.device is None:
+            device = device_spec(jax.local_devices()[0], reserved)
+        else:
+            known = KNOWN_DEVICES[arguments.device]
+            device = replace(known, num_sms=known.num_sms - reserved)
+        specs = kernels(configs, device, arguments.tokens, arguments.ranks)
+        return 0 if compile_ahead(specs, Console()) else 1
+
+    return run
+
+
 def convert(parser: argparse.ArgumentParser) -> Run:
     """Write a checkpoint's experts once in kernel layout, to be mapped with load_converted."""
     parser.add_argument("checkpoint", type=Path, help="folder with safetensors files, or one file")
@@ -184,7 +243,13 @@ _CONVERTED = {
 """Field of the layer's config and help, by option of `convert`."""
 
 
-COMMANDS: tuple[Callable[[argparse.ArgumentParser], Run], ...] = (demo, bench, convert, doctor)
+COMMANDS: tuple[Callable[[argparse.ArgumentParser], Run], ...] = (
+    demo,
+    bench,
+    compile,
+    convert,
+    doctor,
+)
 """Every command, under its function's name."""
 
 
@@ -222,10 +287,15 @@ _SIZES = {
 """Field of a size by its option."""
 
 
-def _add_sizes(parser: argparse.ArgumentParser, default: DemoSettings | Shape | LoadShape) -> None:
-    """Adds an option for each size that `default` has."""
+def _add_sizes(
+    parser: argparse.ArgumentParser,
+    default: DemoSettings | Shape | LoadShape,
+    *,
+    but: Sequence[str] = (),
+) -> None:
+    """Adds an option for each size that `default` has, but for those named."""
     for option, field in _SIZES.items():
-        if not hasattr(default, field):
+        if not hasattr(default, field) or option in but:
             continue
         parser.add_argument(
             f"--{option.replace('_', '-')}",
@@ -240,15 +310,17 @@ def _sizes(arguments: argparse.Namespace) -> dict[str, int]:
     return {field: given[option] for option, field in _SIZES.items() if option in given}
 
 
-def _add_formats(parser: argparse.ArgumentParser) -> None:
+def _add_formats(
+    parser: argparse.ArgumentParser, default: Sequence[str] = tuple(WEIGHT_FORMATS)
+) -> None:
     names = list(WEIGHT_FORMATS)
     parser.add_argument(
         "--formats",
         nargs="+",
-        default=names,
+        default=list(default),
         choices=names,
         metavar="FORMAT",
-        help=f"of {', '.join(names)} (all)",
+        help=f"of {', '.join(names)} ({'all' if len(default) == len(names) else default[0]})",
     )
 
 

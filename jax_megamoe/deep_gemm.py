@@ -64,12 +64,12 @@ class Route:
         )
 
 
-def check_supported(config: MoEConfig, device: jax.Device, num_ranks: int = 1) -> str:
+def check_supported(config: MoEConfig, device: jax.Device | DeviceSpec, num_ranks: int = 1) -> str:
     """Whether `deep_gemm` can run a config on a device like this one.
 
     Args:
         config: the layer.
-        device: the device of each rank.
+        device: the device of each rank, or what a plan depends on of one that is not here.
         num_ranks: expert-parallel ranks.
 
     Returns:
@@ -79,7 +79,7 @@ def check_supported(config: MoEConfig, device: jax.Device, num_ranks: int = 1) -
         NotImplementedError: the device, or the format or activation on it.
         ValueError: sizes out of the kernel's limits, which the message names.
     """
-    spec = device_spec(device, config.reserved_sms)
+    spec = device if isinstance(device, DeviceSpec) else device_spec(device, config.reserved_sms)
     return _kernel_source(config, spec, num_ranks, default_layout(config))
 
 

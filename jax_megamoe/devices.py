@@ -5,6 +5,19 @@ import jax
 from jax_megamoe import _checks
 from jax_megamoe.plan.device import DeviceSpec
 
+KNOWN_DEVICES = {
+    "h100": DeviceSpec(90, 132),
+    "h200": DeviceSpec(90, 132),
+    "b200": DeviceSpec(100, 148),
+    "gb200": DeviceSpec(100, 152),
+    "b300": DeviceSpec(103, 148),
+    "gb300": DeviceSpec(103, 152),
+}
+"""Devices to plan or compile for where they are not; a part with other SMs needs its own kernels.
+
+The H200's numbers were read off one, the others are those of the recorded launches' devices.
+"""
+
 
 def device_spec(device: jax.Device, reserved_sms: int = 0) -> DeviceSpec:
     """The planner's view of a CUDA device.

@@ -114,11 +114,11 @@ def test_vllms_nvfp4_kernel_falls_back(
     emulation: Emulation, caplog: pytest.LogCaptureFixture
 ) -> None:
     text = "kernel_source: expected sgl for nvfp4, got vllm; set MoEConfig"
-    cfg = config("nvfp4", hidden_size=512)
+    cfg = config("nvfp4", hidden_size=512, kernel_source="vllm")
     with pytest.raises(NotImplementedError, match=f"^{text}"):
         mm.check_supported(cfg, jax.devices()[0])
     assert text in fallback(cfg, caplog)
-    assert mm.check_supported(config("nvfp4", kernel_source="sgl"), jax.devices()[0]) == "sgl"
+    assert mm.check_supported(config("nvfp4"), jax.devices()[0]) == "sgl"
 
 
 # What is missing.

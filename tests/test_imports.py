@@ -39,13 +39,14 @@ ALLOWED = {
     "xla",
     "layer": "config eplb op weights",
     "block": "_checks config eplb layer op weights",
+    "ahead": "_checks compile config deep_gemm plan",
     "doctor": "_extension compile config deep_gemm devices formats plan",
     "measurements": "",
     "bench": "_checks config formats measurements op weights",
     "bench_load": "_checks config formats measurements weights",
     "demo": "_checks config formats layer reference weights",
-    "cli": "bench bench_load compile config deep_gemm demo devices doctor formats measurements "
-    "plan weights",
+    "cli": "ahead bench bench_load compile config deep_gemm demo devices doctor formats "
+    "measurements plan weights",
     "__main__": "cli",
     "__init__": "config deep_gemm eplb formats op reference weights layer block",
 }

@@ -110,9 +110,15 @@ jax.tree_util.register_dataclass(
 
 
 def default_layout(config: MoEConfig) -> str:
-    """The w13 row order that the config's kernels read."""
-    sgl_order = config.weight_format.name == "nvfp4" and config.kernel_source == "sgl"
-    return SGL_FP4 if sgl_order else INTERLEAVE_8
+    """The w13 row order that the config's kernels read.
+
+    NVFP4's differs by kernel source: sgl's unless another is named or a fused shared expert, which
+    only vllm's kernel takes, is asked for.
+    """
+    if config.weight_format.name != "nvfp4":
+        return INTERLEAVE_8
+    source = config.kernel_source or ("vllm" if config.num_shared_experts else "sgl")
+    return SGL_FP4 if source == "sgl" else INTERLEAVE_8
 
 
 def parameter_shapes(
