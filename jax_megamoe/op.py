@@ -56,7 +56,9 @@ def mega_moe(  # noqa: PLR0913 (one keyword for each thing a call may need)
     Args:
         x: bfloat16 [T, H]; T at most config.max_num_tokens on each rank, and may be 0.
         topk_ids: int32 [T, K], logical expert ids; -1 for unrouted. Ids out of range raise when
-            the array is concrete and are unrouted when it is traced. Duplicates both count.
+            the array is concrete and are unrouted when it is traced. Duplicates both count;
+            `deep_gemm` has room for max_num_tokens slots of one rank at one expert, which only
+            duplicates can exceed: a router that repeats an expert in many tokens must use `xla`.
         topk_weights: float32 [T, K].
         weights: the parameters; split over the axis along their first dimension.
         config: the layer.
