@@ -305,7 +305,7 @@ def _add_sizes(
         )
 
 
-def _sizes(arguments: argparse.Namespace) -> dict[str, int]:
+def _sizes(arguments: argparse.Namespace) -> dict[str, Any]:
     given = vars(arguments)
     return {field: given[option] for option, field in _SIZES.items() if option in given}
 
