@@ -97,7 +97,7 @@ def test_other_tools_can_read_it(tmp_path: Path, rng: np.random.Generator) -> No
 def test_another_layer_is_refused(
     tmp_path: Path, rng: np.random.Generator, changes: dict[str, Any], text: str
 ) -> None:
-    config = make_config("nvfp4")
+    config = replace(make_config("nvfp4"), kernel_source="vllm")
     save_experts(tmp_path / "e", config, made(rng, config))
     with pytest.raises(ValueError, match=f"{text}; convert the checkpoint again for this config"):
         load_converted(tmp_path / "e", replace(config, **changes))
