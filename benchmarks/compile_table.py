@@ -2,7 +2,8 @@
 
     python benchmarks/compile_table.py --source sgl --output benchmarks/results/compile_sgl.md
 
-One kernel at a time, each from nothing. The shape is DeepSeek-V3's over 8 ranks; 1 and 4096 tokens
+One kernel at a time, each from nothing: every format, activation and precision of a fused shared
+expert that the source's kernels have. The shape is DeepSeek-V3's over 8 ranks; 1 and 4096 tokens
 give the lowest and the highest tile.
 """
 
@@ -14,8 +15,8 @@ import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 from jax_megamoe.compile import BuildError, build, find_source
 from jax_megamoe.compile.builder import cache_key
@@ -23,6 +24,7 @@ from jax_megamoe.compile.cache import KernelCache
 from jax_megamoe.compile.compiler import COMPILERS, Compiler
 from jax_megamoe.compile.cubin import read_kernels
 from jax_megamoe.config import Activation, MoEConfig
+from jax_megamoe.formats import FP8_BLOCK, WEIGHT_FORMATS
 from jax_megamoe.plan import plan_mega_moe
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.launch import KernelLaunch, parameter_block
@@ -33,23 +35,32 @@ SM100, SM90 = DeviceSpec(100, 148), DeviceSpec(90, 132)
 ARCHS = {100: ("sm_100f", "sm_103a"), 90: ("sm_90a",)}
 
 
-def config(weight_format: str, **options: Any) -> MoEConfig:
-    """DeepSeek-V3's experts in a format."""
-    shape = dict(num_experts=256, top_k=8, hidden_size=7168, intermediate_size=2048)
-    options = {"activation": Activation("swiglu", clamp=10.0), **options}
-    return MoEConfig(**shape, weight_format=weight_format, max_num_tokens=max(TOKENS), **options)
-
-
-CASES: dict[str, tuple[DeviceSpec, MoEConfig]] = {
-    "mxfp4": (SM100, config("mxfp4")),
-    "mxfp8": (SM100, config("mxfp8")),
-    "mxfp8, shared": (SM100, config("mxfp8", num_shared_experts=1)),
-    "mxfp8, situ": (SM100, config("mxfp8", activation=Activation("situ"))),
-    "nvfp4": (SM100, config("nvfp4")),
-    "bf16": (SM100, config("bf16")),
-    "bf16, shared": (SM100, config("bf16", num_shared_experts=1)),
-    "fp8_block": (SM90, config("fp8_block")),
+ACTIVATIONS = {
+    "": Activation("swiglu", clamp=10.0),
+    "alpha and beta": Activation("swiglu", clamp=7.0, alpha=1.702, beta=1.0),
+    "situ": Activation("situ"),
 }
+"""DeepSeek-V4's, GPT-OSS's and Kimi-K3's."""
+
+
+def cases() -> Iterator[tuple[str, DeviceSpec, MoEConfig]]:
+    """DeepSeek-V3's experts in every format, with its activations and shared experts."""
+    shape = dict(num_experts=256, top_k=8, hidden_size=7168, intermediate_size=2048)
+    for form, (label, activation) in product(WEIGHT_FORMATS.values(), ACTIVATIONS.items()):
+        if activation.name not in form.activations:
+            continue
+        for shared in (None, *form.shared_formats):
+            words = (form.name, label, f"shared {shared}" if shared else "")
+            moe = MoEConfig(
+                **shape,
+                max_num_tokens=max(TOKENS),
+                weight_format=form,
+                activation=activation,
+                num_shared_experts=int(shared is not None),
+                shared_format=shared,
+            )
+            yield ", ".join(filter(None, words)), SM90 if form is FP8_BLOCK else SM100, moe
+
 
 COLUMNS = (
     "kernel", "case", "BLOCK_M", "arch", "compiler", "registers", "stack", "spill stores / loads",
@@ -69,7 +80,7 @@ class Planned:
 def planned(source: str) -> Iterator[Planned]:
     """Every distinct kernel of the cases, for each architecture."""
     seen: set[object] = set()
-    for case, (device, moe) in CASES.items():
+    for case, device, moe in cases():
         for num_tokens in TOKENS:
             try:
                 plan = plan_mega_moe(moe, device, num_tokens, NUM_RANKS, source)
@@ -78,11 +89,11 @@ def planned(source: str) -> Iterator[Planned]:
             for step in plan.steps:
                 if not isinstance(step, KernelLaunch):
                     continue
+                height = plan.block_m if step is plan.steps[-1] else 0  # staging has no tiles
                 for arch in ARCHS[device.arch]:
                     kernel = dataclasses.replace(step.kernel, arch=arch)
                     if kernel not in seen:
                         seen.add(kernel)
-                        height = plan.block_m if "dispatch" not in kernel.symbol else 0
                         yield Planned(case, height, dataclasses.replace(step, kernel=kernel))
 
 

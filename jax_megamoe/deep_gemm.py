@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, BFloat16, Bool, Float32, Int32
 
@@ -272,8 +271,7 @@ def _sgl_factors(weights: ExpertWeights, axis: Axis | None) -> dict[str, Array]:
     w13_weight_scale_2 [E, 2] for gate and up; w2_input_scale [E], the inverse of the one scale of
     second inputs; w2_weight_scale_2 [E], which takes that scale back.
     """
-    largest = jnp.max(weights.w2_input_scale)
-    scale = expert.input_scale(lax.pmax(largest, axis) if axis else largest)
+    scale = expert.input_scale(weights.w2_input_scale, axis)
     first, second = weights.w13_weight_scale_2, weights.w2_weight_scale_2
     return {
         "w13_weight_scale_2": jnp.stack([first, first], axis=-1),

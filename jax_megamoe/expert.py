@@ -103,9 +103,17 @@ def requantize(
     return quantization.dequantize_tokens_fp8_block(*quantization.requantize_l2_fp8_block(act))
 
 
-def input_scale(w2_input_scale: Float32[Array, " experts"]) -> Float32[Array, ""]:
-    """NVFP4's one scale of every second matmul's input: the largest, or 1 when all are 0."""
+def input_scale(
+    w2_input_scale: Float32[Array, " experts"], axis: str | tuple[str, ...] | None
+) -> Float32[Array, ""]:
+    """NVFP4's one scale of every second matmul's input: the largest, or 1 when all are 0.
+
+    Args:
+        w2_input_scale: float32 [E], of this rank's experts.
+        axis: the manual mesh axis (axes) over which the largest is sought; None on one rank.
+    """
     largest = jnp.max(w2_input_scale)
+    largest = lax.pmax(largest, axis) if axis else largest
     return jnp.where(largest > 0, largest, jnp.float32(1))
 
 

@@ -101,8 +101,7 @@ def moe(
     form = config.weight_format
     scale = None
     if form.weight.has_global_scale and not exact:
-        largest = jnp.max(weights.w2_input_scale)
-        scale = expert.input_scale(lax.pmax(largest, axis) if axis else largest)
+        scale = expert.input_scale(weights.w2_input_scale, axis)
     everyone, first_expert = staged, jnp.int32(0)
     if axis is not None:
         gather = partial(lax.all_gather, axis_name=axis, axis=0, tiled=True)

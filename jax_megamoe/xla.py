@@ -79,8 +79,7 @@ def moe(
     form = config.weight_format
     scale = None
     if form.weight.has_global_scale:
-        largest = jnp.max(weights.w2_input_scale)
-        scale = expert.input_scale(lax.pmax(largest, axis) if axis else largest)
+        scale = expert.input_scale(weights.w2_input_scale, axis)
     mlp = _Mlp(config, form, weights.layout, scale)
     with jax.named_scope("mega_moe/experts"):
         if num_ranks == 1:

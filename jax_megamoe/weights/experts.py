@@ -14,6 +14,7 @@ from jax_megamoe.config import MoEConfig
 from jax_megamoe.formats import WEIGHT_FORMATS, WeightFormat
 from jax_megamoe.weights import layout as layouts
 from jax_megamoe.weights.params import INTERLEAVE_8, ExpertWeights, check_weights, default_layout
+from jax_megamoe.weights.requantize import quantize_matrix
 
 Matrices = tuple[Array, Array, Array]
 """gate [..., I, H], up [..., I, H], down [..., H, I]."""
@@ -207,21 +208,15 @@ def matrix_fields(
     """
     is_w13 = name == "w13_weight"
     to_rows = partial(layouts.w13_to_kernel, layout=layout) if is_w13 else lambda rows: rows
-    if form.weight.scale == "none":
-        return {name: to_rows(w.astype(jnp.bfloat16))}
-    if form.weight.scale == "float32":
-        values, scale = quantization.quantize_fp8_block(w)
-        return {name: to_rows(values), f"{name}_scale": scale}
-    fields = {}
-    if form.weight.has_global_scale:
-        fields[f"{name}_scale_2"] = quantization.nvfp4_global_scale(w)
-        values, scale = quantization.quantize_nvfp4(w, fields[f"{name}_scale_2"])
-    elif form.weight.values_per_element == 2:
-        values, scale = quantization.quantize_mxfp4(w)
-    else:
-        values, scale = quantization.quantize_mxfp8(w)
-    words = layouts.w2_scale_to_kernel(to_rows(scale))
-    return fields | {name: to_rows(values), f"{name}_scale": words}
+    quantised = quantize_matrix(w, form)
+    fields = {name: to_rows(jnp.asarray(quantised.weight))}
+    if quantised.scale is not None:
+        scale = jnp.asarray(quantised.scale)
+        packed = form.weight.packs_scales
+        fields[f"{name}_scale"] = layouts.w2_scale_to_kernel(to_rows(scale)) if packed else scale
+    if quantised.global_scale is not None:
+        fields[f"{name}_scale_2"] = jnp.asarray(quantised.global_scale)
+    return fields
 
 
 def stored_matrix(
