@@ -29,6 +29,7 @@ from jax_megamoe.op import mega_moe as mega_moe
 from jax_megamoe.reference import einsum_moe as einsum_moe
 from jax_megamoe.weights.experts import dequantize_experts as dequantize_experts
 from jax_megamoe.weights.experts import quantize_experts as quantize_experts
+from jax_megamoe.weights.experts import to_layout as to_layout
 from jax_megamoe.weights.params import ExpertWeights as ExpertWeights
 
 __version__ = "0.1.0"

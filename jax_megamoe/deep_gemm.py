@@ -1,8 +1,11 @@
 """The custom call: choose the kernel, get its buffer, launch it on each rank."""
 
+import contextlib
 import hashlib
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +17,15 @@ from jax_megamoe import compile as compiler
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.devices import device_spec
 from jax_megamoe.eplb import ReplicaMap
-from jax_megamoe.plan import check_sizes, plan_mega_moe
+from jax_megamoe.plan import SOURCES, check_sizes, plan_mega_moe
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.launch import KernelLaunch, LaunchPlan
 from jax_megamoe.plan.staging import Routing
 from jax_megamoe.weights.params import INTERLEAVE_8, SGL_FP4, ExpertWeights, default_layout
 
 Axis = str | tuple[str, ...]
+
+_log = logging.getLogger("jax_megamoe")
 
 
 @dataclass(frozen=True)
@@ -32,12 +37,15 @@ class Route:
         source: where the kernel comes from.
         num_ranks: expert-parallel ranks.
         buffer_key: name of the symmetric buffer; the same in every process.
+        fuses_shared: the kernel runs the shared expert that the weights hold, if any. Else the
+            caller adds it.
     """
 
     device: DeviceSpec
     source: str
     num_ranks: int
     buffer_key: str
+    fuses_shared: bool = True
 
     def plan(
         self,
@@ -46,18 +54,21 @@ class Route:
         routing: Routing | None = None,
         *,
         with_stats: bool = False,
+        max_input_scale: float | None = None,
     ) -> LaunchPlan:
         """The plan of a call with `num_tokens` rows on each rank, staged by this package.
 
-        routing None: logical ids alone, without a padding mask or a replica map.
+        routing None: logical ids alone, without a padding mask or a replica map. max_input_scale is
+        that of the weights.
         """
         return plan_mega_moe(
-            config,
+            config if self.fuses_shared else _unfused(config),
             self.device,
             num_tokens,
             self.num_ranks,
             self.source,
             with_stats=with_stats,
+            l2_activation_scale=1.0 if max_input_scale is None else max_input_scale,
             routing=routing or Routing(num_logical=config.logical_experts),
             staging_by="jax_megamoe",
         )
@@ -125,7 +136,8 @@ def find_route(
         axis: the expert-parallel axis, which names the buffer.
         num_ranks: ranks, where groups is None.
         weights: the parameters, checked before anything is allocated; NVFP4's row order says whose
-            kernel they are for. None: any in the config's default order.
+            kernel they are for, and sgl's leaves a shared expert to the caller, with one line in
+            the log. None: any in the config's default order.
 
     Raises:
         NotImplementedError, ValueError, RuntimeError: as `allocate_buffers`; parameters that no
@@ -137,19 +149,69 @@ def find_route(
     ranks = num_ranks if groups is None else len(groups[0])
     spec = device_spec(device, config.reserved_sms)
     layout = default_layout(config) if weights is None else weights.layout
-    source = _kernel_source(config, spec, ranks, layout)
+    fuses = _fuses_shared(config, weights)
+    routed = config if fuses else _unfused(config)
+    source = _kernel_source(routed, spec, ranks, layout)
     if weights is not None:
         _check_parameters(config, weights, source)
-    compiler.find_source(source)
-    num_bytes = plan_mega_moe(config, spec, 0, ranks, source).buffer.num_bytes
+    source = _found_source(routed, spec, ranks, source)
+    if weights is not None and weights.shared is not None and not fuses:
+        _log_unfused(config)
+    num_bytes = plan_mega_moe(routed, spec, 0, ranks, source).buffer.num_bytes
     names = "none" if axis is None else axis if isinstance(axis, str) else "+".join(axis)
     name = f"{names}/{ranks}/{num_bytes}/"
     if groups is None:
-        return Route(spec, source, ranks, _allocated_key(name))
+        return Route(spec, source, ranks, _allocated_key(name), fuses)
     ids = [[device.id for device in group] for group in groups]
     key = name + hashlib.sha256(str(ids).encode()).hexdigest()[:16]
     symmetric_memory.allocate(key, num_bytes, groups)
-    return Route(spec, source, ranks, key)
+    return Route(spec, source, ranks, key, fuses)
+
+
+def runnable_layout(config: MoEConfig, layout: str, device: jax.Device) -> str:
+    """The row order that parameters of `layout` should have on this machine.
+
+    Another one than theirs for NVFP4 on a device that runs it, when the kernel source of theirs is
+    not installed, the other is, and the config forces neither.
+    """
+    other = {SGL_FP4: INTERLEAVE_8, INTERLEAVE_8: SGL_FP4}[layout]
+    if config.weight_format.name != "nvfp4" or config.kernel_source is not None:
+        return layout
+    try:
+        spec = device_spec(device, config.reserved_sms)
+        compiler.find_source(_kernel_source(_unfused(config), spec, 1, layout))
+    except compiler.MissingDependency:
+        with contextlib.suppress(NotImplementedError, ValueError, compiler.MissingDependency):
+            compiler.find_source(_kernel_source(_unfused(config), spec, 1, other))
+            return other
+    except (NotImplementedError, ValueError):
+        pass
+    return layout
+
+
+def _fuses_shared(config: MoEConfig, weights: ExpertWeights | None) -> bool:
+    """Whether the kernel runs a shared expert: not if there is none in the weights, nor if their
+    order is that of sgl's NVFP4 kernel, which fuses none, and the config does not insist on it."""
+    if not config.num_shared_experts or weights is None:
+        return True
+    return weights.shared is not None and (
+        weights.layout != SGL_FP4 or config.kernel_source is not None
+    )
+
+
+def _unfused(config: MoEConfig) -> MoEConfig:
+    return replace(config, num_shared_experts=0)
+
+
+@lru_cache
+def _log_unfused(config: MoEConfig) -> None:
+    """Says once for each config why its shared expert is not fused."""
+    _log.warning(
+        "%s runs its shared expert unfused: sgl's NVFP4 kernel, whose row order the weights have, "
+        "fuses none; vllm's does (python -m jax_megamoe sources fetch vllm, then "
+        "jax_megamoe.to_layout(weights, 'interleave8'))",
+        config,
+    )
 
 
 def _kernel_source(config: MoEConfig, device: DeviceSpec, num_ranks: int, layout: str) -> str:
@@ -157,12 +219,33 @@ def _kernel_source(config: MoEConfig, device: DeviceSpec, num_ranks: int, layout
     nvfp4, source = config.weight_format.name == "nvfp4", config.kernel_source
     if nvfp4 and source is None:
         source = "sgl" if layout == SGL_FP4 else "vllm"
-    source = check_sizes(config, device, num_ranks, source)
-    if nvfp4 and source == "vllm":
-        # Its kernel takes the scale of layer-2 inputs by value; ours is an array, often traced.
-        hint = "set MoEConfig(kernel_source='sgl') and quantise or load again"
-        raise NotImplementedError(_checks.message("kernel_source", "sgl for nvfp4", source, hint))
-    return source
+    return check_sizes(config, device, num_ranks, source)
+
+
+def _found_source(config: MoEConfig, device: DeviceSpec, num_ranks: int, first: str) -> str:
+    """`first`, or another source that can run the config as well, if that alone is installed.
+
+    Raises:
+        MissingDependency: none is; says how to get `first`.
+    """
+    free = config.kernel_source is None and config.weight_format.name != "nvfp4"
+    try:
+        compiler.find_source(first)
+        return first
+    except compiler.MissingDependency as missing:
+        for other in SOURCES if free else ():
+            try:
+                check_sizes(config, device, num_ranks, other)
+                compiler.find_source(other)
+            except (NotImplementedError, ValueError, compiler.MissingDependency):
+                continue
+            return other
+        if config.weight_format.name == "nvfp4" and config.kernel_source is None:
+            layout = SGL_FP4 if first == "vllm" else INTERLEAVE_8
+            other = "sgl" if first == "vllm" else "vllm"
+            call = f"jax_megamoe.to_layout(weights, {layout!r})"
+            raise compiler.MissingDependency(f"{missing}; or {call} for {other}'s kernel") from None
+        raise
 
 
 def _allocated_key(name: str) -> str:
@@ -201,9 +284,13 @@ def _check_parameters(config: MoEConfig, weights: ExpertWeights, source: str) ->
                     "weights.layout",
                     f"{layout!r} for the kernel source {source}",
                     repr(weights.layout),
-                    "set MoEConfig(kernel_source=...) and quantise or load again",
+                    f"jax_megamoe.to_layout(weights, {layout!r}) moves them",
                 )
             )
+        if source == "vllm" and weights.max_input_scale is None:
+            expected = "the largest w2_input_scale as a number: vllm's kernel takes it by value"
+            hint = "make or load the weights outside jit"
+            raise ValueError(_checks.message("weights.max_input_scale", expected, None, hint))
 
 
 def moe(
@@ -240,14 +327,17 @@ def moe(
     Returns:
         bfloat16 [T, H], and int32 [E] or None.
     """
-    operands = {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights} | weights.arrays()
+    arrays = weights.arrays()
+    if not route.fuses_shared:
+        arrays = {name: a for name, a in arrays.items() if not name.startswith("shared_")}
+    operands = {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights} | arrays
     if padding_mask is not None:
         operands["padding_mask"] = padding_mask
     if eplb is not None:
         operands["logical_to_physical"] = eplb.logical_to_physical
         operands["num_replicas"] = eplb.num_replicas
     if config.weight_format.weight.has_global_scale:
-        operands |= _sgl_factors(weights, axis)
+        operands |= _factors(weights, route.source, axis)
     results = {"y": jax.ShapeDtypeStruct(x.shape, x.dtype)}
     if with_stats:
         operands["stats"] = jnp.zeros(weights.w13_weight.shape[0], jnp.int32)
@@ -257,7 +347,14 @@ def moe(
         padding_mask=padding_mask is not None,
         max_replicas=0 if eplb is None else eplb.logical_to_physical.shape[1],
     )
-    plan = route.plan(config, x.shape[0], routing, with_stats=with_stats)
+    plan = route.plan(
+        config,
+        x.shape[0],
+        routing,
+        with_stats=with_stats,
+        max_input_scale=weights.max_input_scale,
+    )
+    results |= {name: jax.ShapeDtypeStruct(*like) for name, *like in plan.scratch}
     for step in plan.steps:
         if isinstance(step, KernelLaunch):
             compiler.build(step.kernel)
@@ -265,14 +362,19 @@ def moe(
     return out["y"], out.get("stats")
 
 
-def _sgl_factors(weights: ExpertWeights, axis: Axis | None) -> dict[str, Array]:
-    """NVFP4's float32 factors as sgl's kernel multiplies by them.
+def _factors(weights: ExpertWeights, source: str, axis: Axis | None) -> dict[str, Array]:
+    """NVFP4's float32 factors as a source's kernels multiply by them.
 
-    w13_weight_scale_2 [E, 2] for gate and up; w2_input_scale [E], the inverse of the one scale of
-    second inputs; w2_weight_scale_2 [E], which takes that scale back.
+    sgl: w13_weight_scale_2 [E, 2] for gate and up; w2_input_scale [E], the inverse of the one scale
+    of second inputs; w2_weight_scale_2 [E], which takes that scale back. vllm: w2_weight_scale_2
+    [E], NaN where the number that the kernel takes by value is not the arrays' largest scale (after
+    an update of the arrays alone), so that no output is quietly wrong.
     """
     scale = expert.input_scale(weights.w2_input_scale, axis)
     first, second = weights.w13_weight_scale_2, weights.w2_weight_scale_2
+    if source == "vllm":
+        as_traced = scale == weights.max_input_scale
+        return {"w2_weight_scale_2": jnp.where(as_traced, second, jnp.nan)}
     return {
         "w13_weight_scale_2": jnp.stack([first, first], axis=-1),
         "w2_input_scale": jnp.ones_like(second) / scale,

@@ -7,10 +7,11 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, BFloat16, Bool, Float32, Int32
 
+from jax_megamoe import deep_gemm
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.eplb import ReplicaMap
 from jax_megamoe.op import mega_moe, place_of
-from jax_megamoe.weights.experts import random_experts
+from jax_megamoe.weights.experts import random_experts, to_layout
 from jax_megamoe.weights.params import ARRAY_FIELDS, ExpertWeights, check_weights
 
 
@@ -43,7 +44,8 @@ class MegaMoE(nnx.Module):
 
         Args:
             config: the layer.
-            weights: its parameters; None: random ones, drawn with `rngs`.
+            weights: its parameters; None: random ones, drawn with `rngs`. NVFP4 ones are moved to
+                the row order of the kernel source that is installed, where only one is.
             mesh: where to shard them; needs `axis`.
             axis: the expert-parallel mesh axis, or several.
             implementation: ``"deep_gemm"``, ``"xla"``, ``"reference"`` or None.
@@ -62,11 +64,15 @@ class MegaMoE(nnx.Module):
                 )
             weights = random_experts(config, rngs.params())
         check_weights(config, weights)
+        if implementation in (None, "deep_gemm"):
+            device = deep_gemm.default_device() if mesh is None else mesh.devices.flat[0]
+            weights = to_layout(weights, deep_gemm.runnable_layout(config, weights.layout, device))
         self.config = config
         self.mesh = mesh
         self.axis = axis
         self.implementation = implementation
         self.layout = weights.layout
+        self.max_input_scale = weights.max_input_scale
         specs = weights.partition_specs(axis) if mesh is not None and axis is not None else None
         for name in ARRAY_FIELDS:
             array = getattr(weights, name)
@@ -77,7 +83,12 @@ class MegaMoE(nnx.Module):
         """The parameters as `mega_moe` takes them."""
         params = {name: getattr(self, name) for name in ARRAY_FIELDS}
         arrays = {name: None if param is None else param[...] for name, param in params.items()}
-        return ExpertWeights(**arrays, format=self.config.weight_format.name, layout=self.layout)
+        return ExpertWeights(
+            **arrays,
+            format=self.config.weight_format.name,
+            layout=self.layout,
+            max_input_scale=self.max_input_scale,
+        )
 
     def __call__(
         self,

@@ -6,12 +6,14 @@ kind, the kernel source and compiler, and the memory of symmetric buffers.
 
 import dataclasses
 import hashlib
+import logging
 import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import cases
 import jax
+import numpy as np
 import pytest
 from recording import SYM_BUFFER_BYTES, RecordingDriver, fake_cubin, provider
 
@@ -107,6 +109,18 @@ def call(cfg: mm.MoEConfig, num_tokens: int = 32, **kwargs: Any) -> Any:
     options = dict(implementation="deep_gemm") | kwargs
     y = mm.mega_moe(*cases.tokens(cfg, num_tokens), weights, config=cfg, **options)
     return jax.block_until_ready(y)
+
+
+def fallback(cfg: mm.MoEConfig, caplog: pytest.LogCaptureFixture, **kwargs: Any) -> str:
+    """The one log line of two calls without a named implementation, which give xla's result."""
+    with caplog.at_level(logging.INFO, logger="jax_megamoe"):
+        got = [call(cfg, implementation=None, **kwargs) for _ in range(2)]
+    want = call(cfg, implementation="xla", **kwargs)
+    for each in got:
+        np.testing.assert_array_equal(np.asarray(each), np.asarray(want))
+    lines = [record.getMessage() for record in caplog.records if record.name == "jax_megamoe"]
+    assert len(lines) == 1, lines
+    return lines[0]
 
 
 def sym_buffer(group: Sequence[int], rank: int) -> bytes:

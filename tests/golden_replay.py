@@ -20,7 +20,7 @@ from jax_megamoe.plan import check_sizes
 from jax_megamoe.plan.kernel import KernelSpec
 from jax_megamoe.plan.launch import KernelLaunch
 from jax_megamoe.plan.recording import RECORDED_NAMES, device_of
-from jax_megamoe.weights.params import default_layout, parameter_shapes
+from jax_megamoe.weights.params import default_layout, parameter_shapes, with_max_input_scale
 
 MAX_TOKEN_BYTES = 20 << 20
 NUM_DEVICES = 8
@@ -51,7 +51,6 @@ def config_of(inputs: Record) -> mm.MoEConfig | None:
         or inputs["mma_type"] in ("mxf4xmxf4", "fp4xfp4")
         or any(factor != (weight_format == "nvfp4") for factor in factors)
         or inputs["activation"] == "swiglustep"
-        or inputs["l2_activation_scale"] != 1.0
         or inputs["routed_scaling_factor"] != 1.0
         or inputs["num_tokens"] > inputs["max_tokens_per_rank"]
         or bool(inputs["num_shared_experts"]) != bool(inputs["shared_dtype"])
@@ -129,17 +128,18 @@ def zeros(mesh: Mesh, shape: tuple[int, ...], dtype: Any, spec: P) -> jax.Array:
     return jax.make_array_from_callback(shape, sharding, lambda _: part)
 
 
-def zero_weights(config: mm.MoEConfig, mesh: Mesh) -> mm.ExpertWeights:
-    """A config's parameters without biases, all 0, experts split over the mesh's axis."""
+def zero_weights(config: mm.MoEConfig, mesh: Mesh, input_scale: float) -> mm.ExpertWeights:
+    """A config's parameters without biases, all 0 but NVFP4's scale of second inputs, experts split
+    over the mesh's axis."""
+    arrays = {
+        name: zeros(mesh, each.shape, each.dtype, P() if "shared" in name else P("ep"))
+        for name, each in parameter_shapes(config).items()
+        if not name.endswith("_bias")
+    }
+    if "w2_input_scale" in arrays:
+        arrays["w2_input_scale"] += np.float32(input_scale)
     names = dict(format=config.weight_format.name, layout=default_layout(config))
-    return mm.ExpertWeights(
-        **{
-            name: zeros(mesh, each.shape, each.dtype, P() if "shared" in name else P("ep"))
-            for name, each in parameter_shapes(config).items()
-            if not name.endswith("_bias")
-        },
-        **names,
-    )
+    return with_max_input_scale(mm.ExpertWeights(**arrays, **names))
 
 
 Known = list[tuple[str, int, int]]
@@ -172,14 +172,14 @@ def replay(record: Record, emulation: Emulation) -> Replay:
     num_ranks = inputs["num_ranks"]
     mesh = jax.make_mesh((num_ranks,), ("ep",), devices=jax.devices()[:num_ranks])
     if not inputs["num_tokens"]:
-        return _without_tokens(config, mesh, inputs["stats"])
+        return _without_tokens(config, mesh, inputs["stats"], inputs["l2_activation_scale"])
     rows = inputs["num_tokens"] * num_ranks
     arrays = {
         "x": zeros(mesh, (rows, config.hidden_size), "bfloat16", P("ep")),
         "topk_ids": zeros(mesh, (rows, config.top_k), "int32", P("ep")),
         "topk_weights": zeros(mesh, (rows, config.top_k), "float32", P("ep")),
     }
-    weights = zero_weights(config, mesh)
+    weights = zero_weights(config, mesh, inputs["l2_activation_scale"])
     options = dict(return_stats=inputs["stats"], implementation="deep_gemm")
     call = partial(mm.mega_moe, config=config, mesh=mesh, axis="ep", **options)
     emulation.built.clear()
@@ -203,14 +203,17 @@ def _addresses(arrays: Mapping[str, jax.Array], device: int) -> Known:
     return found
 
 
-def _without_tokens(config: mm.MoEConfig, mesh: Mesh, with_stats: bool) -> Replay:
+def _without_tokens(
+    config: mm.MoEConfig, mesh: Mesh, with_stats: bool, input_scale: float
+) -> Replay:
     route = deep_gemm.find_route(config, [list(mesh.devices)], "ep")
-    plan = route.plan(config, 0, with_stats=with_stats)
+    plan = route.plan(config, 0, with_stats=with_stats, max_input_scale=input_scale)
     local = config.num_experts // mesh.size
     sizes = {"x": 0, "topk_ids": 0, "topk_weights": 0}
     for name, each in parameter_shapes(config, local).items():
         sizes[name] = math.prod(each.shape) * each.dtype.itemsize
     results = {"y": 0} | ({"stats": 4 * local} if with_stats else {})
+    results |= {name: 4 * math.prod(shape) for name, shape, _ in plan.scratch}
     places = {name: (index + 1) << 36 for index, name in enumerate([*sizes, *results])}
     tables = {name: np.frombuffer(data, np.uint8) for name, data in plan.constants}
     operands = [(places[name], size) for name, size in sizes.items()]
@@ -292,8 +295,10 @@ class Observer:
                     "offsets_are_peer_minus_self_then_zero": exact,
                 },
             }
-        kind, code = ("u32", "<I") if "u32" in want else ("f32", "<f")
-        return {"name": name, kind: struct.unpack(code, data)[0]}
+        if "u32" in want:
+            return {"name": name, "u32": struct.unpack("<I", data)[0]}
+        # The records have nine digits, which tell every float32.
+        return {"name": name, "f32": float(f"{struct.unpack('<f', data)[0]:.9g}")}
 
     def target(self, address: int, name: str) -> Record | None:
         """What an address points into, and where."""

@@ -1,6 +1,7 @@
 """deep_gemm.py: what the kernels are launched with, however `mega_moe` is called."""
 
 import dataclasses
+import struct
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -266,7 +267,7 @@ def test_sgl_takes_nvfp4_factors_as_pairs_and_one_input_scale(emulation: Emulati
     weights = cases.weights(cfg)
     largest = float(weights.w2_input_scale.max())
     factors = jax.shard_map(
-        partial(deep_gemm._sgl_factors, axis="ep"),
+        partial(deep_gemm._factors, source="sgl", axis="ep"),
         mesh=cases.ep_mesh(4),
         in_specs=(weights.partition_specs("ep"),),
         out_specs=P("ep"),
@@ -278,6 +279,43 @@ def test_sgl_takes_nvfp4_factors_as_pairs_and_one_input_scale(emulation: Emulati
     np.testing.assert_allclose(
         factors["w2_weight_scale_2"], weights.w2_weight_scale_2 * largest, rtol=1e-6
     )
+
+
+def test_vllm_takes_nvfp4s_input_scale_by_value(emulation: Emulation) -> None:
+    cfg = config("nvfp4", kernel_source="vllm", hidden_size=512, num_shared_experts=1)
+    weights = cases.weights(cfg)
+    largest = float(weights.w2_input_scale.max())
+    assert weights.max_input_scale == largest != 1
+    call(cfg, mesh=cases.ep_mesh(4), axis="ep")
+    for launch in emulation.launches("sm100_nvfp4_mega_moe_impl").values():
+        assert struct.unpack("<f", bytes.fromhex(launch["parameters"][4]))[0] == largest
+        (staging,) = (
+            each["parameters"]
+            for device, each in emulation.launches(STAGING).items()
+            if device == launch["device"]
+        )
+        alpha, scale = staging[14], staging[-1]  # what it writes is what the kernel reads
+        assert alpha == launch["parameters"][3]
+        assert struct.unpack("<f", bytes.fromhex(scale))[0] == largest
+    assert len(emulation.launches(STAGING)) == 4
+    # Before each call every rank clears the words that replays of a CUDA graph would repeat.
+    fills = emulation.driver.calls("cuMemsetD8Async")
+    assert [each["count"] for each in fills] == [576] * 4
+
+
+def test_vllms_nvfp4_output_is_nan_when_the_scale_is_not_the_arrays(emulation: Emulation) -> None:
+    weights = cases.weights(config("nvfp4", kernel_source="vllm"))
+    largest = weights.max_input_scale
+    for scale, same in ((largest, True), (2 * largest, False), (largest / 2, False)):
+        stale = dataclasses.replace(weights, max_input_scale=scale)
+        factors = jax.shard_map(
+            partial(deep_gemm._factors, source="vllm", axis="ep"),
+            mesh=cases.ep_mesh(4),
+            in_specs=(stale.partition_specs("ep"),),
+            out_specs=P("ep"),
+        )(stale)["w2_weight_scale_2"]
+        want = np.asarray(weights.w2_weight_scale_2) if same else np.full(16, np.nan, np.float32)
+        np.testing.assert_array_equal(factors, want)
 
 
 # Many calls.

@@ -25,6 +25,7 @@ REPLAYED = {
     "launches_vllm_fp8_fp4_mega_moe.jsonl.gz": 47,
     "launches_vllm_situ_mega_moe.jsonl.gz": 26,
     "launches_vllm_bf16_mega_moe.jsonl.gz": 14,
+    "launches_vllm_nvfp4_mega_moe.jsonl.gz": 13,
 }
 
 

@@ -37,16 +37,17 @@ ALLOWED = {
     "symmetric_memory weights",
     "op": "_checks compile config deep_gemm eplb expert reference staging symmetric_memory weights "
     "xla",
-    "layer": "config eplb op weights",
+    "layer": "config deep_gemm eplb op weights",
     "block": "_checks config eplb layer op weights",
     "ahead": "_checks compile config deep_gemm plan",
-    "doctor": "_extension compile config deep_gemm devices formats plan",
+    "sources": "compile config deep_gemm devices formats",
+    "doctor": "_extension compile config deep_gemm devices formats plan sources",
     "measurements": "",
     "bench": "_checks config formats measurements op weights",
     "bench_load": "_checks config formats measurements weights",
     "demo": "_checks config formats layer reference weights",
     "cli": "ahead bench bench_load compile config deep_gemm demo devices doctor formats "
-    "measurements plan weights",
+    "measurements plan sources weights",
     "__main__": "cli",
     "__init__": "config deep_gemm eplb formats op reference weights layer block",
 }

@@ -148,7 +148,15 @@ def _features(family: Family, problem: Problem) -> Iterator[Exception]:
         yield ValueError(message("activation clamp", "None for situ", problem.clamp))
     if problem.shared_format is not None and problem.shared_format not in family.shared:
         expected = f"one of {list(family.shared)} for {kernel}"
-        yield NotImplementedError(message("shared_format", expected, problem.shared_format))
+        hint = "vllm's kernel fuses it: python -m jax_megamoe sources fetch vllm"
+        yield NotImplementedError(
+            message(
+                "shared_format",
+                expected,
+                problem.shared_format,
+                hint if family.source == "sgl" else None,
+            )
+        )
     if problem.num_shared_experts != problem.fused_shared_experts:
         expected = f"weights of the {problem.num_shared_experts} shared experts the buffer is for"
         yield ValueError(message("shared weights", expected, None))

@@ -17,7 +17,13 @@ from jax.sharding import Mesh
 from jax_megamoe import _checks
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.weights.buffers import Placement, place
-from jax_megamoe.weights.params import ARRAY_FIELDS, ExpertWeights, check_weights, default_layout
+from jax_megamoe.weights.params import (
+    ARRAY_FIELDS,
+    ExpertWeights,
+    check_weights,
+    default_layout,
+    with_max_input_scale,
+)
 from jax_megamoe.weights.source import DTYPES, StoredTensor, read_header
 
 FILE_VERSION = 1
@@ -98,7 +104,7 @@ def load_converted(
         **arrays, format=config.weight_format.name, layout=default_layout(config)
     )
     check_weights(config, weights)
-    return weights
+    return with_max_input_scale(weights)
 
 
 def _mapped(tensor: StoredTensor, placement: Placement) -> jax.Array:

@@ -1,5 +1,6 @@
 """Plain expert matrices to `ExpertWeights` in kernel layout, and back."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -13,7 +14,13 @@ from jax_megamoe import _checks, quantization
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.formats import WEIGHT_FORMATS, WeightFormat
 from jax_megamoe.weights import layout as layouts
-from jax_megamoe.weights.params import INTERLEAVE_8, ExpertWeights, check_weights, default_layout
+from jax_megamoe.weights.params import (
+    INTERLEAVE_8,
+    ExpertWeights,
+    check_weights,
+    default_layout,
+    with_max_input_scale,
+)
 from jax_megamoe.weights.requantize import quantize_matrix
 
 Matrices = tuple[Array, Array, Array]
@@ -79,7 +86,7 @@ def quantize_experts(
         fields |= _shared_fields(config, shared)
     weights = ExpertWeights(**fields, format=config.weight_format.name, layout=layout)
     check_weights(config, weights)
-    return weights
+    return with_max_input_scale(weights)
 
 
 def _num_experts(config: MoEConfig, gate: Array) -> int:
@@ -165,7 +172,8 @@ def random_experts(config: MoEConfig, key: Array) -> ExpertWeights:
         form, inter = WEIGHT_FORMATS[config.shared_format], config.shared_size
         one = _random(keys[:1], inter=inter, hidden=hidden, form=form, layout=INTERLEAVE_8)
         fields |= {_SHARED_NAMES[name]: array[0] for name, array in one.items()}
-    return ExpertWeights(**fields, format=config.weight_format.name, layout=layout)
+    weights = ExpertWeights(**fields, format=config.weight_format.name, layout=layout)
+    return with_max_input_scale(weights)
 
 
 @partial(jax.jit, static_argnames=("inter", "hidden", "form", "layout"))
@@ -272,6 +280,53 @@ def dequantize_experts(config: MoEConfig, weights: ExpertWeights) -> Matrices:
         w13 = w13 * weights.w13_weight_scale_2[:, None, None]
         w2 = w2 * weights.w2_weight_scale_2[:, None, None]
     return *_halves(w13, layout), w2
+
+
+def to_layout(weights: ExpertWeights, layout: str) -> ExpertWeights:
+    """NVFP4 parameters with w13's rows in another order, exactly the same values.
+
+    sgl's and vllm's NVFP4 kernels read different orders. Each expert's rows stay where it is.
+
+    Args:
+        weights: the parameters of a layer.
+        layout: ``"sgl_fp4"`` for sgl's kernel, ``"interleave8"`` for vllm's.
+
+    Raises:
+        ValueError: an unknown layout, or another format than NVFP4, which has one layout alone.
+    """
+    _checks.one_of("layout", layout, layouts.W13_LAYOUTS)
+    if layout == weights.layout:
+        return weights
+    if weights.format != "nvfp4":
+        raise ValueError(_checks.message(f"layout of {weights.format}", INTERLEAVE_8, layout))
+    arrays = dict(weight=weights.w13_weight, scale=weights.w13_weight_scale, bias=weights.w13_bias)
+    moved = _moved_rows(arrays, old=weights.layout, new=layout)
+    return with_max_input_scale(
+        replace(
+            weights,
+            w13_weight=moved["weight"],
+            w13_weight_scale=moved["scale"],
+            w13_bias=moved["bias"],
+            layout=layout,
+            max_input_scale=None,
+        )
+    )
+
+
+@partial(jax.jit, static_argnames=("old", "new"))
+def _moved_rows(arrays: dict[str, Array | None], *, old: str, new: str) -> dict[str, Array | None]:
+    """w13's arrays of one layout in another."""
+
+    def moved(rows: Array, axis: int) -> Array:
+        return layouts.w13_to_kernel(layouts.w13_from_kernel(rows, old, axis), new, axis)
+
+    weight, scale, bias = arrays["weight"], arrays["scale"], arrays["bias"]
+    scale_bytes = layouts.w13_scale_from_kernel(scale, old)
+    return dict(
+        weight=moved(weight, -2),
+        scale=layouts.w13_scale_to_kernel(scale_bytes, new),
+        bias=None if bias is None else moved(bias, -1),
+    )
 
 
 def dequantize_biases(weights: ExpertWeights) -> dict[str, Array]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from jax.sharding import NamedSharding
 
 import jax_megamoe as mm
 from jax_megamoe.weights.experts import (
@@ -74,6 +75,51 @@ def test_shared_expert(form: str, shared_format: str | None) -> None:
         np.testing.assert_array_equal(part, bytes_)
         error = cases.relative_error(part, plain.astype(jnp.float32))
         assert error <= ROUNDING[str(cfg.shared_format)][1]
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_nvfp4_rows_moved_between_the_layouts(biased: bool) -> None:
+    by_source = {
+        source: cases.weights(cases.config("nvfp4", kernel_source=source), biased=biased)
+        for source in ("sgl", "vllm")
+    }
+    for old, new in (("sgl", "vllm"), ("vllm", "sgl")):
+        want = by_source[new]
+        moved = mm.to_layout(by_source[old], want.layout)
+        assert jax.tree.structure(moved) == jax.tree.structure(want)
+        for name, array in want.arrays().items():
+            np.testing.assert_array_equal(moved.arrays()[name], array, err_msg=name)
+        assert mm.to_layout(moved, want.layout) is moved
+    assert by_source["vllm"].max_input_scale == float(by_source["sgl"].w2_input_scale.max())
+    assert by_source["sgl"].max_input_scale is None
+
+
+def test_moved_rows_stay_on_their_devices() -> None:
+    cfg, mesh = cases.config("nvfp4"), cases.ep_mesh(8)
+    specs = cases.weights(cfg).partition_specs("ep")
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    placed = jax.device_put(cases.weights(cfg), shardings)
+    moved = mm.to_layout(placed, "interleave8")
+    for name, array in moved.arrays().items():
+        assert array.sharding.is_equivalent_to(getattr(shardings, name), array.ndim), name
+    assert moved.max_input_scale == float(placed.w2_input_scale.max())
+
+
+def test_layouts_that_do_not_exist() -> None:
+    text = r"layout: expected one of \['interleave8', 'sgl_fp4'\], got 'rows'"
+    with pytest.raises(ValueError, match=f"^{text}$"):
+        mm.to_layout(cases.weights(cases.config("nvfp4")), "rows")
+    text = "layout of mxfp4: expected interleave8, got sgl_fp4"
+    with pytest.raises(ValueError, match=f"^{text}$"):
+        mm.to_layout(cases.weights(cases.config("mxfp4")), "sgl_fp4")
+
+
+def test_largest_input_scale_is_1_without_any() -> None:
+    cfg = cases.config("nvfp4", kernel_source="vllm")
+    parts = cases.float_matrices(cfg)["routed"]
+    assert mm.quantize_experts(cfg, *parts).max_input_scale == 1.0
+    assert random_experts(cfg, jax.random.key(0)).max_input_scale == 1.0
+    assert jax.jit(partial(mm.quantize_experts, cfg))(*parts).max_input_scale is None
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
