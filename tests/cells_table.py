@@ -1,0 +1,205 @@
+"""The table of cells: what each source's kernels run of each format, and what shows that they do.
+
+    PYTHONPATH=.:tests:tests/plan python tests/cells_table.py
+
+Writes benchmarks/results/cells.md and the table between the marks in README.md. A cell is a
+format, an activation and the precision of a fused shared expert. It says ``run on H200`` where a
+result in benchmarks/results has it, ``launch checked`` with the number of golden records whose
+launch a call of `mega_moe` would make and the planners make equal, and else why it is refused.
+"""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+from golden_launches import LAUNCHES, read
+from golden_replay import config_of
+
+import jax_megamoe as mm
+from jax_megamoe.devices import KNOWN_DEVICES
+from jax_megamoe.plan import SOURCES, check_sizes
+
+ROOT = Path(__file__).parents[1]
+PAGE = "benchmarks/results/cells.md"
+MARKS = ("<!-- cells: tests/cells_table.py writes this table -->", "<!-- /cells -->")
+
+ACTIVATIONS = {
+    "swiglu": mm.Activation("swiglu"),
+    "clamped swiglu": mm.Activation("swiglu", clamp=10.0),
+    "GPT-OSS's swiglu": mm.Activation("swiglu", clamp=7.0, alpha=1.702, beta=1.0),
+    "swiglu of any alpha and beta": mm.Activation("swiglu", alpha=1.5, beta=0.5),
+    "situ": mm.Activation("situ"),
+    "situ of any alpha and beta": mm.Activation("situ", alpha=2.0, beta=3.0),
+}
+"""One activation of each kind that kernels tell apart."""
+
+RUN_ON_H200 = {
+    "swiglu": "sm90_h200_checks.json",
+    "clamped swiglu": "expert_parallel_h200_x2_quick.json",
+}
+"""The result in which fp8_block with this activation was compared on the GPU."""
+
+STORED = {"uint8": "E2M1", "float8_e4m3fn": "E4M3", "bfloat16": "bfloat16"}
+SCALED = {
+    "none": "",
+    "ue8m0": ", a power of two per 32",
+    "e4m3": ", E4M3 per 16, float32 per expert",
+    "float32": ", float32 per 128 x 128",
+}
+
+SIZES = dict(
+    num_experts=256, top_k=8, hidden_size=4096, intermediate_size=2048, max_num_tokens=4096
+)
+NUM_RANKS = 8
+
+
+class Cell(NamedTuple):
+    """A format, a kind of activation, and a fused shared expert's precision ("" for none)."""
+
+    form: str
+    activation: str
+    shared: str
+
+
+def kind_of(activation: mm.Activation) -> str:
+    """The key in `ACTIVATIONS` of what an activation is."""
+    for name, one in ACTIVATIONS.items():
+        if activation.name == one.name and (activation.alpha, activation.beta) == (
+            one.alpha,
+            one.beta,
+        ):
+            return "clamped swiglu" if name == "swiglu" and activation.clamp is not None else name
+    return f"{activation.name} of any alpha and beta"
+
+
+def cells() -> list[Cell]:
+    """Every cell that a config can ask for."""
+    return [
+        Cell(form.name, name, shared)
+        for form in mm.WEIGHT_FORMATS.values()
+        for name, activation in ACTIVATIONS.items()
+        if activation.name in form.activations
+        for shared in ("", *form.shared_formats)
+    ]
+
+
+def golden_records() -> Counter[tuple[Cell, str]]:
+    """How many recorded launches a call would make, by cell and source."""
+    found: Counter[tuple[Cell, str]] = Counter()
+    for file in LAUNCHES:
+        for record in read(file):
+            inputs = record["inputs"]
+            config = None if "rejected" in record else config_of(inputs)
+            if config is None or inputs["kernel"].startswith("pre_dispatch"):
+                continue
+            shared = (config.shared_format or "") if config.num_shared_experts else ""
+            cell = Cell(config.weight_format.name, kind_of(config.activation), shared)
+            found[cell, inputs["provider"]] += 1
+    return found
+
+
+def status(cell: Cell, source: str, records: Counter[tuple[Cell, str]]) -> str:
+    """What is known of a cell with a source's kernel."""
+    sm90 = mm.WEIGHT_FORMATS[cell.form].architecture == "sm90"
+    config = mm.MoEConfig(
+        **SIZES,
+        weight_format=cell.form,
+        activation=ACTIVATIONS[cell.activation],
+        num_shared_experts=1 if cell.shared else 0,
+        shared_format=cell.shared or None,
+    )
+    try:
+        check_sizes(config, KNOWN_DEVICES["h200" if sm90 else "b200"], NUM_RANKS, source)
+    except (NotImplementedError, ValueError) as error:
+        return f"refused: {error}"
+    number = records[cell, source]
+    checked = f"launch checked ({number} records)" if number else "not run, no record"
+    if sm90 and cell.activation in RUN_ON_H200:
+        return f"run on H200; {checked}"
+    return checked
+
+
+def table() -> dict[Cell, dict[str, str]]:
+    """The status of every cell with every source."""
+    records = golden_records()
+    return {cell: {source: status(cell, source, records) for source in SOURCES} for cell in cells()}
+
+
+def page(statuses: dict[Cell, dict[str, str]]) -> str:
+    """benchmarks/results/cells.md."""
+    results = [f"{name}: [{file}]({file})" for name, file in RUN_ON_H200.items()]
+    lines = [
+        "# What the kernels run, and what shows it",
+        "",
+        "`PYTHONPATH=.:tests:tests/plan python tests/cells_table.py` wrote this, and README's "
+        "table.",
+        "",
+        "- *run on H200*: outputs compared on the GPU: " + "; ".join(results) + ".",
+        "- *launch checked (n records)*: the launch that a call makes equals n recorded from "
+        "DeepGEMM's own host code: kernel, template arguments, grid, shared memory, tensor maps, "
+        "parameters ([tests/golden](../../tests/golden/README.md)). No SM100 kernel has run.",
+        "- *refused*: what `check_supported` says, for "
+        f"`{json.dumps(SIZES)}` on {NUM_RANKS} ranks of B200 (fp8_block: H200).",
+        "",
+        f"| format | activation | shared expert | {' | '.join(SOURCES)} |",
+        "|---" * (3 + len(SOURCES)) + "|",
+    ]
+    for cell, by_source in statuses.items():
+        shared = cell.shared or "none"
+        said = " | ".join(by_source[source] for source in SOURCES)
+        lines.append(f"| {cell.form} | {cell.activation} | {shared} | {said} |")
+    return "\n".join([*lines, ""])
+
+
+def summary(statuses: dict[Cell, dict[str, str]]) -> str:
+    """README's table: a row a format."""
+    lines = [
+        "| format | weights | `xla` | `deep_gemm` on Hopper (SM90) | on Blackwell (SM100), sgl's "
+        "kernels | on Blackwell, vllm's kernels |",
+        "|---|---|---|---|---|---|",
+    ]
+    for form in mm.WEIGHT_FORMATS.values():
+        own = {cell: by_source for cell, by_source in statuses.items() if cell.form == form.name}
+        if form.architecture == "sm90":
+            columns = [_summary(own, "sgl"), "no kernel", "no kernel"]
+        else:
+            columns = ["no kernel", *(_summary(own, source) for source in SOURCES)]
+        weights = STORED[form.weight.storage] + SCALED[form.weight.scale]
+        lines.append(f"| `{form.name}` | {weights} | tested on CPU | {' | '.join(columns)} |")
+    return "\n".join(lines)
+
+
+def _summary(statuses: dict[Cell, dict[str, str]], source: str) -> str:
+    """What a source's kernels run of one format: activations, then shared experts, by status."""
+    said = []
+    for word in ("run on H200", "launch checked", "not run"):
+        names, shared = [], set()
+        for cell, by_source in statuses.items():
+            if by_source[source].startswith(word):
+                names += [] if cell.activation in names else [cell.activation]
+                shared |= {cell.shared} - {""}
+        if names:
+            with_shared = f"; shared expert in {' or '.join(sorted(shared))}" if shared else ""
+            said.append(f"{word}: {', '.join(names)}{with_shared}")
+    return "<br>".join(said) or "refused"
+
+
+def readme(text: str, rows: str) -> str:
+    """README with the table between its marks."""
+    first, last = MARKS
+    before, _, rest = text.partition(first)
+    _, _, after = rest.partition(last)
+    return f"{before}{first}\n{rows}\n{last}{after}"
+
+
+def main() -> None:
+    """Writes both."""
+    statuses = table()
+    (ROOT / PAGE).write_text(page(statuses))
+    path = ROOT / "README.md"
+    path.write_text(readme(path.read_text(), summary(statuses)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""The pages that tests/cells_table.py writes are up to date, and what they say of some cells."""
+
+import cells_table
+import pytest
+from cells_table import Cell
+
+import jax_megamoe as mm
+
+
+@pytest.fixture(scope="module")
+def statuses() -> dict[Cell, dict[str, str]]:
+    return cells_table.table()
+
+
+def test_the_pages_are_up_to_date(statuses: dict[Cell, dict[str, str]]) -> None:
+    command = "run `PYTHONPATH=.:tests:tests/plan python tests/cells_table.py`"
+    page = (cells_table.ROOT / cells_table.PAGE).read_text()
+    assert page == cells_table.page(statuses), command
+    text = (cells_table.ROOT / "README.md").read_text()
+    assert text == cells_table.readme(text, cells_table.summary(statuses)), command
+    for file in cells_table.RUN_ON_H200.values():
+        assert (cells_table.ROOT / "benchmarks/results" / file).is_file()
+
+
+def test_every_cell_has_a_kernel(statuses: dict[Cell, dict[str, str]]) -> None:
+    """Of the formats' first table in behaviour.md, but for what SM90's kernel does not compute."""
+    assert len(statuses) == 48
+    without = [
+        cell
+        for cell, by_source in statuses.items()
+        if all(said.startswith("refused") for said in by_source.values())
+    ]
+    assert without == [
+        Cell("fp8_block", "GPT-OSS's swiglu", ""),
+        Cell("fp8_block", "swiglu of any alpha and beta", ""),
+    ]
+
+
+def test_cells(statuses: dict[Cell, dict[str, str]]) -> None:
+    assert statuses[Cell("fp8_block", "swiglu", "")] == {
+        "sgl": "run on H200; launch checked (102 records)",
+        "vllm": "refused: source: expected sgl for fp8_block, got vllm",
+    }
+    unfused = statuses[Cell("nvfp4", "swiglu", "mxfp8")]
+    assert unfused["sgl"].endswith("fuses it: python -m jax_megamoe sources fetch vllm")
+    assert unfused["vllm"] == "launch checked (6 records)"
+    assert not any(
+        said.startswith("run on H200")
+        for cell, by_source in statuses.items()
+        for said in by_source.values()
+        if cell.form != "fp8_block"
+    )
+
+
+def test_kinds_of_activations() -> None:
+    for name, activation in cells_table.ACTIVATIONS.items():
+        assert cells_table.kind_of(activation) == name
+    assert cells_table.kind_of(mm.Activation("swiglu", alpha=1.702, beta=1.0)) == "GPT-OSS's swiglu"
+    clamped = mm.Activation("swiglu", clamp=1.0, alpha=2.0)
+    assert cells_table.kind_of(clamped) == "swiglu of any alpha and beta"
