@@ -17,13 +17,14 @@ from rich.console import Console
 from jax_megamoe.ahead import compile_ahead, kernels
 from jax_megamoe.bench import Shape, bench_cpu
 from jax_megamoe.bench_load import LoadShape, bench_load
-from jax_megamoe.compile.errors import BuildError
+from jax_megamoe.compile import DISTRIBUTIONS, BuildError
 from jax_megamoe.config import Activation, MoEConfig
 from jax_megamoe.demo import DemoSettings, run_demo
 from jax_megamoe.devices import KNOWN_DEVICES, device_spec
 from jax_megamoe.doctor import print_report
 from jax_megamoe.formats import WEIGHT_FORMATS
 from jax_megamoe.measurements import Measurements
+from jax_megamoe.sources import print_fetched, print_sources
 from jax_megamoe.weights.convert import convert_checkpoint
 
 DESCRIPTION = "Mixture-of-experts layers in JAX on DeepGEMM's fused kernels."
@@ -124,6 +125,31 @@ def doctor(parser: argparse.ArgumentParser) -> Run:
         return 0
 
     return run
+
+
+def sources(parser: argparse.ArgumentParser) -> Run:
+    """Where kernels come from: `list` what is found and what it runs, `fetch` the headers."""
+    kinds = parser.add_subparsers(dest="what", required=True)
+    for what, summary in _SOURCES.items():
+        added = kinds.add_parser(what, help=summary, description=summary)
+        if what == "fetch":
+            added.add_argument("source", choices=list(DISTRIBUTIONS))
+            added.add_argument("--version", help="of the distribution; by default the pinned one")
+
+    def run(arguments: argparse.Namespace) -> int:
+        if arguments.what == "list":
+            print_sources(Console())
+        else:
+            print_fetched(Console(), arguments.source, arguments.version)
+        return 0
+
+    return run
+
+
+_SOURCES = {
+    "list": "where each source was found, or what brings it, and what it can run",
+    "fetch": "download a pinned wheel with pip and keep its headers in the cache folder",
+}
 
 
 def compile(parser: argparse.ArgumentParser) -> Run:
@@ -249,6 +275,7 @@ COMMANDS: tuple[Callable[[argparse.ArgumentParser], Run], ...] = (
     compile,
     convert,
     doctor,
+    sources,
 )
 """Every command, under its function's name."""
 

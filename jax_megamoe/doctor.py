@@ -17,12 +17,14 @@ from jax_megamoe.deep_gemm import check_supported
 from jax_megamoe.devices import device_spec
 from jax_megamoe.formats import WEIGHT_FORMATS
 from jax_megamoe.plan import plan_mega_moe
+from jax_megamoe.sources import cells, preferences
 
 _PACKAGES = ("jax-megamoe", "jax", "jaxlib", "flax", "cuda-bindings")
 
 
 def print_report(console: Console, sizes: Mapping[str, Any], num_ranks: int) -> None:
-    """Prints what was found, with the command that brings what is missing, and what runs.
+    """Prints what was found, with the command that brings what is missing, whose kernel each kind
+    of layer takes, and what runs.
 
     Args:
         console: where to.
@@ -41,6 +43,7 @@ def print_report(console: Console, sizes: Mapping[str, Any], num_ranks: int) -> 
         missing = f"[yellow]{escape(finding.problem)}[/]"
         found.add_row(finding.part, escape(finding.found) or missing)
     console.print(found)
+    console.print(preferences(cells()))
     what = ", ".join(f"{name} {size}" for name, size in sizes.items())
     runs = Table("device", "format", "xla", "deep_gemm", title=f"{what}, {num_ranks} ranks")
     for kind, device in _kinds().items():

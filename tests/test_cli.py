@@ -51,6 +51,10 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         ("bench", "the following arguments are required: what"),
         ("bench load --top-k 2", "unrecognized arguments: --top-k"),
         ("doctor --top-k 65", "top_k: expected at most num_logical_experts = 64, got 65"),
+        ("sources", "the following arguments are required: what"),
+        ("sources fetch", "the following arguments are required: source"),
+        ("sources fetch torch", "invalid choice: 'torch'"),
+        ("sources fetch vllm --version 0.32.0", "expected one of ['0.33.0'], got '0.32.0'"),
         ("doctor --ranks 5", "num_experts: expected a multiple of the 5 expert-parallel ranks"),
     ],
 )
@@ -90,3 +94,4 @@ def test_doctor_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for form in ("mxfp4", "mxfp8", "nvfp4", "bf16", "fp8_block"):
         assert f"cpu {form} runs device: expected a CUDA device for" in words
     assert "compile policy auto" in words
+    assert "mxfp4 none, mxfp8 swiglu; GPT-OSS's sgl vllm" in words

@@ -10,4 +10,6 @@ from jax_megamoe.compile.errors import BuildError as BuildError
 from jax_megamoe.compile.errors import CompileError as CompileError
 from jax_megamoe.compile.errors import MissingDependency as MissingDependency
 from jax_megamoe.compile.errors import NotCompiled as NotCompiled
+from jax_megamoe.compile.fetch import fetch_source as fetch_source
+from jax_megamoe.compile.pins import DISTRIBUTIONS as DISTRIBUTIONS
 from jax_megamoe.compile.sources import find_source as find_source

@@ -1,5 +1,5 @@
-"""Kernel sources: installed DeepGEMM headers, found without importing the packages that ship them,
-and this package's own kernels.
+"""Kernel sources: DeepGEMM headers, installed or fetched, found without importing the packages that
+ship them, and this package's own kernels.
 
 Importing `deep_gemm` or `vllm` would load torch; `importlib` finds their folders and the
 distribution's metadata gives the version.
@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jax_megamoe._checks import message, one_of
-from jax_megamoe.compile.errors import CUDA_EXTRA, MissingDependency
+from jax_megamoe.compile.errors import MissingDependency
+from jax_megamoe.compile.fetch import fetched_source
+from jax_megamoe.compile.pins import DISTRIBUTIONS, Distribution
 
 BUILT_IN = "jax_megamoe"
 """The source that is part of this package."""
@@ -47,70 +49,48 @@ class KernelSource:
         return BUILT_IN if self.name == BUILT_IN else "deep_gemm"
 
 
-@dataclass(frozen=True)
-class _Distribution:
-    """Where a source comes from: distribution, top-level module, folder of `include` in it."""
-
-    distribution: str
-    module: str
-    folder: str
-    variable: str
-    install: str
-
-
-_DISTRIBUTIONS = {
-    "sgl": _Distribution(
-        "sgl-deep-gemm",
-        "deep_gemm",
-        "include",
-        "JAX_MEGAMOE_SGL_ROOT",
-        f"{CUDA_EXTRA}, or pip install --no-deps sgl-deep-gemm==0.2.5",
-    ),
-    "vllm": _Distribution(
-        "vllm",
-        "vllm",
-        "third_party/deep_gemm/include",
-        "JAX_MEGAMOE_VLLM_ROOT",
-        "pip install --no-deps vllm==0.33.0",
-    ),
-}
-
-SOURCE_NAMES = (*_DISTRIBUTIONS, BUILT_IN)
+SOURCE_NAMES = (*DISTRIBUTIONS, BUILT_IN)
 """The names that `KernelSpec.source` may have."""
 
 
 def find_source(name: str) -> KernelSource:
-    """The kernel source `name`, from its environment variable if that is set, else as installed.
+    """The kernel source `name`: its environment variable's, else as installed, else as fetched.
 
     ``JAX_MEGAMOE_SGL_ROOT`` and ``JAX_MEGAMOE_VLLM_ROOT`` may name an unpacked wheel, the package's
     own folder or a checkout. Headers are read once a process and folder, for the fingerprint.
 
     Raises:
         ValueError: an unknown name.
-        MissingDependency: not installed, or a folder without the headers; names the pip command.
+        MissingDependency: none of them, or a folder without the headers, or a fetched tree that is
+            not whole; names the command that brings it.
     """
     one_of("source", name, SOURCE_NAMES)
     if name == BUILT_IN:
         folder = Path(__file__).parents[1] / "kernels"
         return KernelSource(name, _version("jax-megamoe") or "checkout", folder, _digest(folder))
-    where = _DISTRIBUTIONS[name]
+    where = DISTRIBUTIONS[name]
     root = os.environ.get(where.variable)
-    version, include_dir = _unpacked(where, Path(root)) if root else _installed(where)
+    version, include_dir = _unpacked(where, Path(root)) if root else _found(name, where)
     _check_headers(where, include_dir)
     return KernelSource(
         name, version, include_dir, _digest(include_dir, "deep_gemm", "cutlass/version.h")
     )
 
 
-def _installed(where: _Distribution) -> tuple[str, Path]:
+def _found(name: str, where: Distribution) -> tuple[str, Path]:
+    """Version and include folder: the installed distribution's if it has headers, else fetched."""
     spec = importlib.util.find_spec(where.module)
-    folders = spec.submodule_search_locations if spec else None
-    version = _version(where.distribution)
-    if not folders or version is None:
-        got = f"a module {where.module} of another distribution" if folders else "none installed"
-        expected = f"the distribution {where.distribution}"
+    folder = next(iter((spec.submodule_search_locations if spec else None) or ()), None)
+    version = _version(where.name)
+    installed = (version, Path(folder) / where.folder) if version and folder else None
+    if installed is None or not installed[1].is_dir():
+        if tree := fetched_source(name):
+            return tree.version, tree.folder / where.headers
+    if installed is None:
+        got = f"a module {where.module} of another distribution" if folder else "none installed"
+        expected = f"the distribution {where.name}"
         raise MissingDependency(message("kernel source", expected, got, where.install))
-    return version, Path(next(iter(folders))) / where.folder
+    return installed
 
 
 def _version(distribution: str) -> str | None:
@@ -120,13 +100,12 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _unpacked(where: _Distribution, root: Path) -> tuple[str, Path]:
-    in_package = Path(where.folder)
-    for include in (Path("include"), in_package, where.module / in_package):
+def _unpacked(where: Distribution, root: Path) -> tuple[str, Path]:
+    for include in (Path("include"), Path(where.folder), Path(where.headers)):
         if (root / include / "deep_gemm").is_dir():
             break
     else:
-        expected = f"a folder with {where.module / in_package} or include in it"
+        expected = f"a folder with {where.headers} or include in it"
         raise MissingDependency(
             message(where.variable, expected, str(root), f"unset it and {where.install}")
         )
@@ -136,7 +115,7 @@ def _unpacked(where: _Distribution, root: Path) -> tuple[str, Path]:
     return "checkout", root / include
 
 
-def _check_headers(where: _Distribution, include_dir: Path) -> None:
+def _check_headers(where: Distribution, include_dir: Path) -> None:
     for header in ("deep_gemm/impls", TENSOR_MAP_HEADER, "cutlass/version.h"):
         if not (include_dir / header).exists():
             hint = f"a checkout needs its CUTLASS submodule linked there; else {where.install}"

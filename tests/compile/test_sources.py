@@ -1,14 +1,18 @@
 """sources.py: kernel sources are found by metadata, never imported."""
 
 import importlib
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 from fake_toolchain import write_headers
+from wheels import pin, write_wheel
 
 import jax_megamoe
+from jax_megamoe.compile import fetch
 from jax_megamoe.compile.errors import MissingDependency
+from jax_megamoe.compile.pins import DISTRIBUTIONS
 from jax_megamoe.compile.sources import find_source
 
 pytestmark = pytest.mark.usefixtures("clean")
@@ -55,15 +59,55 @@ def test_installed_source_is_found_without_import(site, name):
 @pytest.mark.parametrize(
     ("name", "command"),
     [
-        ("sgl", r"pip install 'jax-megamoe\[cuda13\]', or pip install --no-deps sgl-deep-gemm"),
-        ("vllm", "pip install --no-deps vllm==0.33.0"),
+        ("sgl", r"pip install 'jax-megamoe\[cuda13\]', or python -m jax_megamoe sources fetch sgl"),
+        (
+            "vllm",
+            "python -m jax_megamoe sources fetch vllm, or pip install --no-deps vllm==0.33.0",
+        ),
     ],
 )
-def test_missing_source_names_the_pip_command(site, name, command):
+def test_missing_source_names_the_commands(site, name, command):
     distribution = INSTALLED[name][0]
     text = f"expected the distribution {distribution}, got none installed; {command}"
     with pytest.raises(MissingDependency, match=text):
         find_source(name)
+
+
+def fetched(monkeypatch, tmp_path, name):
+    """Puts a tree into the cache as fetching would; returns its include folder."""
+    path = write_wheel(tmp_path / "index", DISTRIBUTIONS[name])
+    pin(monkeypatch, name, path)
+    (tmp_path / "cache/sources").mkdir(parents=True)
+    fetch._place(fetch._unpack(DISTRIBUTIONS[name], path), fetch._tree(name))
+    return fetch._tree(name) / DISTRIBUTIONS[name].headers
+
+
+@pytest.mark.parametrize("name", ["sgl", "vllm"])
+def test_fetched_source_is_found_where_none_is_installed(site, monkeypatch, tmp_path, name):
+    include_dir = fetched(monkeypatch, tmp_path, name)
+    found = find_source(name)
+    assert (found.version, found.include_dir) == (DISTRIBUTIONS[name].version, include_dir)
+
+
+def test_installed_source_wins_over_a_fetched_one(site, monkeypatch, tmp_path):
+    fetched(monkeypatch, tmp_path, "vllm")
+    include_dir = install(site, "vllm")
+    found = find_source("vllm")
+    assert (found.version, found.include_dir) == ("1.2.3", include_dir)
+
+
+def test_fetched_source_wins_over_an_installation_without_headers(site, monkeypatch, tmp_path):
+    shutil.rmtree(install(site, "vllm"))
+    with pytest.raises(MissingDependency, match=r"expected deep_gemm/impls in .*no such file"):
+        find_source("vllm")
+    include_dir = fetched(monkeypatch, tmp_path, "vllm")
+    assert find_source("vllm").include_dir == include_dir
+
+
+def test_fetched_source_wins_over_a_module_of_another_distribution(site, monkeypatch, tmp_path):
+    install(site, "vllm", metadata=False)
+    include_dir = fetched(monkeypatch, tmp_path, "vllm")
+    assert find_source("vllm").include_dir == include_dir
 
 
 def test_this_package_is_a_source_without_an_installation(site):

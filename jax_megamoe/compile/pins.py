@@ -1,0 +1,101 @@
+"""The distributions that ship DeepGEMM's headers: where the headers lie, and the wheels to fetch.
+
+Sizes and SHA-256 are those of the files on PyPI; the headers of a version's wheels are the same.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from types import MappingProxyType
+
+from jax_megamoe.compile.errors import CUDA_EXTRA
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """One file of a distribution.
+
+    Attributes:
+        platform: pip's tag, ``"manylinux_2_28_x86_64"``.
+        num_bytes: size of the file.
+        sha256: hexadecimal.
+    """
+
+    platform: str
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """What a kernel source is on the package index, in the version whose kernels are planned for.
+
+    Attributes:
+        name: the distribution's.
+        version: the pinned one.
+        module: top-level module, a folder of the wheel.
+        folder: the folder of headers in it.
+        variable: environment variable that names an unpacked one.
+        install: commands that bring it.
+        wheels: by `platform.machine()`.
+    """
+
+    name: str
+    version: str
+    module: str
+    folder: str
+    variable: str
+    install: str
+    wheels: Mapping[str, Wheel]
+
+    @property
+    def headers(self) -> PurePosixPath:
+        """The folder of headers in a wheel."""
+        return PurePosixPath(self.module, self.folder)
+
+
+DISTRIBUTIONS: Mapping[str, Distribution] = MappingProxyType(
+    {
+        "sgl": Distribution(
+            "sgl-deep-gemm",
+            "0.2.5",
+            "deep_gemm",
+            "include",
+            "JAX_MEGAMOE_SGL_ROOT",
+            f"{CUDA_EXTRA}, or python -m jax_megamoe sources fetch sgl",
+            {
+                "x86_64": Wheel(
+                    "manylinux2014_x86_64",
+                    5061095,
+                    "e13778e53f682b806dd2c799b5ad81701114d9346044643a8df7589a845f34e6",
+                ),
+                "aarch64": Wheel(
+                    "manylinux2014_aarch64",
+                    4976687,
+                    "b7f2bc341f191afc13ab2d72a733af82f3334682f3667c6a8fad535330752de9",
+                ),
+            },
+        ),
+        "vllm": Distribution(
+            "vllm",
+            "0.33.0",
+            "vllm",
+            "third_party/deep_gemm/include",
+            "JAX_MEGAMOE_VLLM_ROOT",
+            "python -m jax_megamoe sources fetch vllm, or pip install --no-deps vllm==0.33.0",
+            {
+                "x86_64": Wheel(
+                    "manylinux_2_28_x86_64",
+                    336361138,
+                    "4b6bdec4ab269990bf70d45a3c1e94c3760a27064513760193b26d6f0da883aa",
+                ),
+                "aarch64": Wheel(
+                    "manylinux_2_28_aarch64",
+                    333472621,
+                    "e9e404f52c8494b69bd83fe99fe7ecfa9f6b89fbd156d2a9639c24ea41d6d606",
+                ),
+            },
+        ),
+    }
+)
+"""By the name of the kernel source."""
