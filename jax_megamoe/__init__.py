@@ -27,6 +27,13 @@ from jax_megamoe.formats import WEIGHT_FORMATS as WEIGHT_FORMATS
 from jax_megamoe.formats import WeightFormat as WeightFormat
 from jax_megamoe.op import mega_moe as mega_moe
 from jax_megamoe.reference import einsum_moe as einsum_moe
+from jax_megamoe.router import Router as Router
+from jax_megamoe.router import RouterParams as RouterParams
+from jax_megamoe.router import Routing as Routing
+from jax_megamoe.router import route as route
+from jax_megamoe.stats import MoEStats as MoEStats
+from jax_megamoe.stats import capture_routing as capture_routing
+from jax_megamoe.stats import moe_stats as moe_stats
 from jax_megamoe.weights.experts import dequantize_experts as dequantize_experts
 from jax_megamoe.weights.experts import quantize_experts as quantize_experts
 from jax_megamoe.weights.experts import to_layout as to_layout
@@ -35,6 +42,7 @@ from jax_megamoe.weights.params import ExpertWeights as ExpertWeights
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from jax_megamoe.block import MegaMoEBlock as MegaMoEBlock
     from jax_megamoe.layer import MegaMoE as MegaMoE
     from jax_megamoe.weights.checkpoint import load_experts as load_experts
     from jax_megamoe.weights.checkpoint import reload_experts as reload_experts
@@ -45,6 +53,7 @@ if TYPE_CHECKING:
 
 _ON_FIRST_USE = {
     "MegaMoE": "layer",
+    "MegaMoEBlock": "block",
     "convert_checkpoint": "weights.convert",
     "load_converted": "weights.converted",
     "load_experts": "weights.checkpoint",

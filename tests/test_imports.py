@@ -16,6 +16,8 @@ ALLOWED = {
     "_checks": "",
     "formats": "_checks",
     "config": "_checks formats",
+    "router": "_checks",
+    "hf_config": "_checks config router",
     "elements": "_checks",
     "quantization": "_checks elements",
     "plan": "_checks config formats",
@@ -35,12 +37,17 @@ ALLOWED = {
     "reference": "config formats staging expert weights eplb",
     "deep_gemm": "_checks _extension compile config devices eplb expert launcher plan "
     "symmetric_memory weights",
-    "op": "_checks compile config deep_gemm eplb expert reference staging symmetric_memory weights "
-    "xla",
+    "stats": "_checks config eplb expert staging",
+    "transforms": "_checks config deep_gemm eplb expert reference staging weights xla",
+    "op": "_checks compile config deep_gemm eplb stats symmetric_memory transforms weights",
     "layer": "config deep_gemm eplb op weights",
-    "block": "_checks config eplb layer op weights",
+    "replicated": "",
+    "router_layer": "_checks replicated router transforms weights",
+    "shared_expert": "config expert replicated weights",
+    "block": "_checks config eplb formats hf_config layer op replicated router router_layer "
+    "shared_expert weights",
     "ahead": "_checks compile config deep_gemm plan",
-    "sources": "compile config deep_gemm devices formats",
+    "sources": "compile config deep_gemm devices formats plan",
     "doctor": "_extension compile config deep_gemm devices formats plan sources",
     "measurements": "",
     "bench": "_checks config formats measurements op weights",
@@ -49,7 +56,7 @@ ALLOWED = {
     "cli": "ahead bench bench_load compile config deep_gemm demo devices doctor formats "
     "measurements plan sources weights",
     "__main__": "cli",
-    "__init__": "config deep_gemm eplb formats op reference weights layer block",
+    "__init__": "config deep_gemm eplb formats op reference router stats weights layer block",
 }
 """What a module or folder may import of the others, bottom up: a row imports from rows above it."""
 
@@ -123,7 +130,14 @@ def test_configs_do_not_need_jax(name: str) -> None:
 
 
 def test_who_imports_flax() -> None:
-    assert {unit_of(path) for path in FILES if names_of(path, "flax")} <= {"layer", "block", "demo"}
+    assert {unit_of(path) for path in FILES if names_of(path, "flax")} <= {
+        "layer",
+        "replicated",
+        "router_layer",
+        "shared_expert",
+        "block",
+        "demo",
+    }
 
 
 def test_nobody_imports_torch_or_deep_gemm() -> None:
