@@ -17,7 +17,7 @@ from jax_megamoe.deep_gemm import check_supported
 from jax_megamoe.devices import device_spec
 from jax_megamoe.formats import WEIGHT_FORMATS
 from jax_megamoe.plan import plan_mega_moe
-from jax_megamoe.sources import cells, preferences
+from jax_megamoe.sources import able_sources, cells, preferences
 
 _PACKAGES = ("jax-megamoe", "jax", "jaxlib", "flax", "cuda-bindings")
 
@@ -78,11 +78,21 @@ def kernel_status(config: MoEConfig, device: jax.Device, num_ranks: int) -> str:
     try:
         source = check_supported(config, device, num_ranks)
         _extension.module()
+        others = able_sources(config, device, num_ranks)
+        source = next(filter(_is_found, (source, *others)), source)
         find_source(source)
     except (BuildError, ImportError, NotImplementedError, ValueError) as error:
         return str(error)
     plan = plan_mega_moe(config, device_spec(device), 0, num_ranks, source)
     return f"{source}'s kernel, buffer of {plan.buffer.num_bytes / 1e6:.0f} MB on each rank"
+
+
+def _is_found(source: str) -> bool:
+    try:
+        find_source(source)
+    except BuildError:
+        return False
+    return True
 
 
 def _kinds() -> dict[str, jax.Device]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+import jax
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
@@ -20,6 +21,7 @@ from jax_megamoe.config import Activation, MoEConfig
 from jax_megamoe.deep_gemm import check_supported
 from jax_megamoe.devices import KNOWN_DEVICES
 from jax_megamoe.formats import WEIGHT_FORMATS
+from jax_megamoe.plan.device import DeviceSpec
 
 _ACTIVATIONS = (
     ("swiglu", Activation("swiglu")),
@@ -41,15 +43,15 @@ class Cell:
         weight_format: name of the weight format.
         shared_format: precision of its fused shared expert; None: without one.
         activation: what of activations it is.
-        taken: the source that its calls take; None: none.
-        asked: those that run it if `MoEConfig(kernel_source=...)` asks for them.
+        preferred: the source that its calls take if it is found; None: none.
+        able: those that run it if `MoEConfig(kernel_source=...)` asks for them.
     """
 
     weight_format: str
     shared_format: str | None
     activation: str
-    taken: str | None
-    asked: tuple[str, ...]
+    preferred: str | None
+    able: tuple[str, ...]
 
 
 def cells() -> Iterator[Cell]:
@@ -70,15 +72,23 @@ def cells() -> Iterator[Cell]:
                     num_shared_experts=int(shared is not None),
                     shared_format=shared,
                 )
-                asked = (_source(replace(config, kernel_source=name)) for name in DISTRIBUTIONS)
-                runs = tuple(name for name in asked if name is not None)
-                yield Cell(form.name, shared, label, _source(config), runs)
+                device = _DEVICES[form.architecture]
+                preferred = _source(config, device, 1)
+                yield Cell(form.name, shared, label, preferred, able_sources(config, device))
 
 
-def _source(config: MoEConfig) -> str | None:
-    """The source that a config's calls take, None if none can run it."""
+def able_sources(
+    config: MoEConfig, device: jax.Device | DeviceSpec, num_ranks: int = 1
+) -> tuple[str, ...]:
+    """The sources that run a config on a device like this one, found or not, if asked for."""
+    asked = (replace(config, kernel_source=name) for name in DISTRIBUTIONS)
+    sources = (_source(one, device, num_ranks) for one in asked)
+    return tuple(source for source in sources if source is not None)
+
+
+def _source(config: MoEConfig, device: jax.Device | DeviceSpec, num_ranks: int) -> str | None:
     try:
-        return check_supported(config, _DEVICES[config.weight_format.architecture])
+        return check_supported(config, device, num_ranks)
     except (NotImplementedError, ValueError):
         return None
 
@@ -104,7 +114,7 @@ def _formats(kinds: Iterable[Cell], source: str) -> str:
     """The formats that a source has kernels of, with the precisions of fused shared experts."""
     shared: dict[str, dict[str, None]] = {}
     for kind in kinds:
-        if source in kind.asked:
+        if source in kind.able:
             precisions = shared.setdefault(kind.weight_format, {})
             if kind.shared_format:
                 precisions[kind.shared_format] = None
@@ -115,25 +125,29 @@ def _formats(kinds: Iterable[Cell], source: str) -> str:
 
 
 def preferences(kinds: Iterable[Cell]) -> Table:
-    """A table of the source that is taken for each kind of layer, and of those to ask for."""
-    title = "The kernel source of a layer, installed or not"
-    table = Table("format", "fused shared expert", "activation", title=title)
-    table.add_column("taken")
-    table.add_column("if asked for: kernel_source=")
-    layers: dict[tuple[str, str], dict[tuple[str, str], dict[str, None]]] = {}
+    """A table of the sources that run each kind of layer, in the order in which they are taken."""
+    table = Table("format", "fused shared expert", "activation", title="Kernel sources of layers")
+    table.add_column("taken: the first that is found")
+    layers: dict[tuple[str, str], dict[str, dict[str, None]]] = {}
     for kind in kinds:
-        others = ", ".join(name for name in kind.asked if name != kind.taken)
         layer = layers.setdefault((kind.weight_format, kind.shared_format or "none"), {})
-        layer.setdefault((kind.taken or "none", others or "-"), {})[kind.activation] = None
+        layer.setdefault(_order(kind), {})[kind.activation] = None
     # Shared precisions of a format for which all is alike stand in one row.
-    rows: dict[tuple[str, str, str, str], list[str]] = {}
-    for (form, shared), answers in layers.items():
-        for answer, labels in answers.items():
-            activations = "all" if len(answers) == 1 else "; ".join(labels)
-            rows.setdefault((form, activations, *answer), []).append(shared)
-    for (form, activations, taken, others), shared in rows.items():
-        table.add_row(form, ", ".join(shared), activations, taken, others)
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for (form, shared), orders in layers.items():
+        for order, labels in orders.items():
+            activations = "all" if len(orders) == 1 else "; ".join(labels)
+            rows.setdefault((form, activations, order), []).append(shared)
+    for (form, activations, order), shared in rows.items():
+        table.add_row(form, ", ".join(shared), activations, order)
     return table
+
+
+def _order(kind: Cell) -> str:
+    others = [name for name in kind.able if name != kind.preferred]
+    if kind.preferred is None:
+        return f"{', '.join(others)}, if asked for" if others else "none"
+    return ", ".join([kind.preferred, *others])
 
 
 def print_fetched(console: Console, name: str, version: str | None) -> None:

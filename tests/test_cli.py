@@ -94,4 +94,4 @@ def test_doctor_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for form in ("mxfp4", "mxfp8", "nvfp4", "bf16", "fp8_block"):
         assert f"cpu {form} runs device: expected a CUDA device for" in words
     assert "compile policy auto" in words
-    assert "mxfp4 none, mxfp8 swiglu; GPT-OSS's sgl vllm" in words
+    assert "mxfp4 none, mxfp8 any alpha, beta vllm" in words

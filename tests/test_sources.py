@@ -26,7 +26,9 @@ def words(console: Console) -> list[str]:
 
 
 def test_every_kind_of_layer() -> None:
-    runs = {(c.weight_format, c.shared_format, c.activation): (c.taken, c.asked) for c in cells()}
+    runs = {
+        (c.weight_format, c.shared_format, c.activation): (c.preferred, c.able) for c in cells()
+    }
     both, vllm, none = ("sgl", ("sgl", "vllm")), ("vllm", ("vllm",)), (None, ())
     for form in ("mxfp4", "mxfp8"):
         for shared in (None, "mxfp8"):
@@ -41,12 +43,11 @@ def test_every_kind_of_layer() -> None:
     for activation in ("GPT-OSS's swiglu", "any alpha, beta"):
         assert runs.pop(("fp8_block", None, activation)) == none
     for activation in ("swiglu", "GPT-OSS's swiglu"):
-        taken, asked = runs.pop(("nvfp4", None, activation))
-        assert (taken, asked[0]) == ("sgl", "sgl")
-    runs.pop(("nvfp4", None, "any alpha, beta"))
+        assert runs.pop(("nvfp4", None, activation)) == both
+    assert runs.pop(("nvfp4", None, "any alpha, beta")) == (None, ("vllm",))
     for shared in ("mxfp8", "bf16"):
         for activation in ("swiglu", "GPT-OSS's swiglu", "any alpha, beta"):
-            assert "sgl" not in runs.pop(("nvfp4", shared, activation))[1]
+            assert runs.pop(("nvfp4", shared, activation)) == vllm
     assert not runs
 
 
@@ -64,11 +65,11 @@ def test_preferences_join_what_is_alike(console: Console) -> None:
     ]
     console.print(preferences(kinds))
     assert words(console)[4:-1] == [
-        "one none, bf16 swiglu; situ sgl vllm",
-        "one none, bf16 any vllm -",
-        "two none swiglu sgl -",
-        "two none any none vllm",
-        "two mxfp8 all none -",
+        "one none, bf16 swiglu; situ sgl, vllm",
+        "one none, bf16 any vllm",
+        "two none swiglu sgl",
+        "two none any vllm, if asked for",
+        "two mxfp8 all none",
     ]
 
 
@@ -85,7 +86,7 @@ def test_list(console: Console, monkeypatch: pytest.MonkeyPatch, tmp_path) -> No
     assert f"sgl 0.2.5 {tmp_path} {formats}" in rows
     start = "vllm - [vllm]: expected this, got that; run a command mxfp4 (mxfp8), mxfp8 (mxfp8)"
     assert any(row.startswith(start) for row in rows)
-    assert "mxfp4 none, mxfp8 any alpha, beta vllm -" in rows
+    assert "mxfp4 none, mxfp8 any alpha, beta vllm" in rows
 
 
 @pytest.mark.parametrize(("already", "status"), [(False, "fetched"), (True, "was already there")])
