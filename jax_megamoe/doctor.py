@@ -78,7 +78,7 @@ def kernel_status(config: MoEConfig, device: jax.Device, num_ranks: int) -> str:
     try:
         source = check_supported(config, device, num_ranks)
         _extension.module()
-        others = able_sources(config, device, num_ranks)
+        others = able_sources(config, device, num_ranks) if config.kernel_source is None else ()
         source = next(filter(_is_found, (source, *others)), source)
         find_source(source)
     except (BuildError, ImportError, NotImplementedError, ValueError) as error:
