@@ -36,7 +36,7 @@ ACTIVATIONS = {
 
 RUN_ON_H200 = {
     "swiglu": "sm90_h200_checks.json",
-    "clamped swiglu": "expert_parallel_h200_x2_quick.json",
+    "clamped swiglu": "expert_parallel_h200_x2.json",
 }
 """The result in which fp8_block with this activation was compared on the GPU."""
 
