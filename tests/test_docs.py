@@ -1,15 +1,15 @@
-"""README and examples: what they show runs, and what they link to is there."""
+"""README and the quickstart run; every link of every page inside the repository leads somewhere."""
 
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import docs_pages
 import pytest
+from docs_pages import PAGES, ROOT
 
-ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-PAGES = sorted(path for path in ROOT.glob("*.md"))
 
 
 def run(source: str, folder: Path) -> str:
@@ -50,8 +50,12 @@ def test_one_line_sets_up_and_runs_each() -> None:
         assert ".venv/bin/pip install -e" in line
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("page", PAGES, ids=docs_pages.name)
 def test_links_inside_the_repository(page: Path) -> None:
-    targets = re.findall(r"\]\(([^)#]+)", page.read_text())
-    missing = [target for target in targets if "://" not in target and not (ROOT / target).exists()]
-    assert not missing
+    assert not docs_pages.broken_links(page)
+
+
+def test_a_link_to_no_file_or_heading_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# One\n[a](page.md#one) [b](#two) [c](no.md) `[d](no.md)` [e](https://f.g)\n")
+    assert docs_pages.broken_links(page) == ["#two", "no.md"]

@@ -129,7 +129,7 @@ def reload_experts(
         progress: whether to show a bar.
 
     Raises:
-        as `load_experts`.
+        ValueError, TypeError, NotImplementedError, FileNotFoundError: as `load_experts`.
     """
     loader = ExpertLoader(
         config,
