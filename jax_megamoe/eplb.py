@@ -6,6 +6,7 @@ slot, `rebalance` moves the experts there and makes the map to go on with.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -117,12 +118,22 @@ def record_loads(
     Returns:
         ``loads * decay`` plus the tokens of all replicas of each expert.
     """
-    sharding = jax.typeof(counts).sharding
-    if AxisType.Explicit in sharding.mesh.axis_types:
-        counts = jax.reshard(counts, NamedSharding(sharding.mesh, PartitionSpec()))
+    counts = replicated(counts)
     slots = replicas.logical_to_physical
     of_slots = jnp.where(slots >= 0, counts[jnp.maximum(slots, 0)], 0)
     return loads * jnp.float32(decay) + of_slots.sum(axis=1).astype(jnp.float32)
+
+
+def replicated(tree: Any) -> Any:
+    """A tree of arrays with those over Explicit mesh axes gathered, so that any index reaches."""
+
+    def gather(array: Any) -> Any:
+        mesh = jax.typeof(array).sharding.mesh
+        if AxisType.Explicit not in mesh.axis_types:
+            return array
+        return jax.reshard(array, NamedSharding(mesh, PartitionSpec()))
+
+    return jax.tree.map(gather, tree)
 
 
 def rank_loads(loads: np.ndarray, placement: np.ndarray, num_ranks: int) -> np.ndarray:

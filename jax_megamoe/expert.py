@@ -1,7 +1,8 @@
 """What happens inside one expert between and after its matmuls, rounding where the kernels round.
 
 `xla` and `reference` share these steps. Sections named below are deepgemm-abi's; SM100 formats
-follow the vllm source's kernels, fp8_block the sgl source's SM90 kernel.
+follow the vllm source's kernels, fp8_block the sgl source's SM90 kernel. To derivatives a rounding
+is the identity (`straight_through`).
 """
 
 import jax
@@ -16,12 +17,32 @@ from jax_megamoe.formats import WeightFormat
 from jax_megamoe.weights.params import SGL_FP4
 
 
+@jax.custom_jvp
+def straight_through(
+    exact: Float[Array, "*shape"], rounded: Float[Array, "*shape"]
+) -> Float[Array, "*shape"]:
+    """`rounded`, with the derivative of `exact`: the straight-through rule.
+
+    Source: Bengio, Leonard and Courville, arXiv:1308.3432, section 4.
+    """
+    del exact
+    return rounded
+
+
+@straight_through.defjvp
+def _straight_through_jvp(
+    primals: tuple[Array, Array], tangents: tuple[Array, Array]
+) -> tuple[Array, Array]:
+    return primals[1], tangents[0].astype(primals[1].dtype)
+
+
 def round_bf16(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
     """`x` rounded to BF16 values, still float32.
 
     Not a pair of casts: XLA may drop those (xla_allow_excess_precision).
     """
-    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    rounded = lax.reduce_precision(lax.stop_gradient(x), exponent_bits=8, mantissa_bits=7)
+    return straight_through(x, rounded)
 
 
 def matmul(
@@ -60,8 +81,16 @@ def activate(
     return gate * _sigmoid(activation.alpha * gate) * (up + activation.beta)
 
 
+@jax.custom_jvp
 def _sigmoid(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
     return 1.0 / (1.0 + jnp.exp(-x))
+
+
+@_sigmoid.defjvp
+def _sigmoid_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    # Below -88 the exponential overflows, and the derivative by the chain rule is 0 * inf.
+    y = _sigmoid(*primals)
+    return y, y * (1.0 - y) * tangents[0]
 
 
 def rounded_activation(
@@ -91,16 +120,21 @@ def requantize(
     The result holds the decoded values, bfloat16 where those are exact (NVFP4: without the global
     activation scale, which the kernel folds into the output's factor), float32 for fp8_block.
     """
+    exact, fixed = act, lax.stop_gradient(act)
     if form.activation_format == "bf16":
-        return act.astype(jnp.bfloat16)
-    if form.activation_format == "mxfp8":
-        decoded = quantization.dequantize_mxfp8(*quantization.requantize_l2_mxfp8(act))
-        return decoded.astype(jnp.bfloat16)
-    if form.activation_format == "nvfp4":
+        rounded = fixed.astype(jnp.bfloat16)
+    elif form.activation_format == "mxfp8":
+        quantised = quantization.requantize_l2_mxfp8(fixed)
+        rounded = quantization.dequantize_mxfp8(*quantised).astype(jnp.bfloat16)
+    elif form.activation_format == "nvfp4":
         assert activation_scale is not None
-        quantised = quantization.requantize_l2_nvfp4(act, activation_scale)
-        return quantization.dequantize_nvfp4(*quantised, jnp.float32(1)).astype(jnp.bfloat16)
-    return quantization.dequantize_tokens_fp8_block(*quantization.requantize_l2_fp8_block(act))
+        exact = act / activation_scale
+        quantised = quantization.requantize_l2_nvfp4(fixed, activation_scale)
+        rounded = quantization.dequantize_nvfp4(*quantised, jnp.float32(1)).astype(jnp.bfloat16)
+    else:
+        quantised = quantization.requantize_l2_fp8_block(fixed)
+        rounded = quantization.dequantize_tokens_fp8_block(*quantised)
+    return straight_through(exact, rounded)
 
 
 def input_scale(

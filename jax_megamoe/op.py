@@ -3,26 +3,33 @@
 import logging
 import math
 from collections.abc import Callable
-from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, BFloat16, Bool, Float32, Int32
 
-from jax_megamoe import _checks, deep_gemm, expert, reference, symmetric_memory, xla
+from jax_megamoe import _checks, deep_gemm, symmetric_memory
 from jax_megamoe import compile as compiler
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.eplb import ReplicaMap
-from jax_megamoe.staging import stage
+from jax_megamoe.stats import capture
+from jax_megamoe.transforms import (
+    Axis,
+    Call,
+    Parameters,
+    Place,
+    Tokens,
+    add_shared,
+    run,
+    zero_padding,
+)
 from jax_megamoe.weights.params import ExpertWeights, check_weights
 
-Axis = str | tuple[str, ...]
 IMPLEMENTATIONS = ("deep_gemm", "xla", "reference")
 
 _log = logging.getLogger("jax_megamoe")
@@ -42,6 +49,7 @@ def mega_moe(  # noqa: PLR0913 (one keyword for each thing a call may need)
     shared_experts: Callable[[Array], Array] | None = None,
     implementation: str | None = None,
     return_stats: bool = False,
+    name: str = "mega_moe",
 ) -> Any:
     """Routed experts of one MoE layer: dispatch, both matmuls, the activation and the combine.
 
@@ -52,6 +60,16 @@ def mega_moe(  # noqa: PLR0913 (one keyword for each thing a call may need)
 
     A top-k weight of 0 does not mask an expert (0 times an overflowed hidden value is NaN, as in
     the kernels): use the id -1.
+
+    Derivatives: `xla` and `reference` have reverse-mode gradients for `x` and `topk_weights`, and
+    for what `shared_experts` closes over. They are straight-through: every rounding, to BF16 and to
+    a block format, counts as the identity, also where it saturates. Parameters are constants (float
+    ones get zeros). The backward pass quantises, exchanges and multiplies again, an expert at a
+    time; only the arguments are kept for it. `deep_gemm` has none and says so.
+
+    `jax.vmap` over tokens, ids, top-k weights and masks makes one call with the rows of all
+    elements, which together must not exceed max_num_tokens; over weights or `eplb`, or with
+    `return_stats`, it is refused.
 
     Args:
         x: bfloat16 [T, H]; T at most config.max_num_tokens on each rank, and may be 0.
@@ -67,11 +85,12 @@ def mega_moe(  # noqa: PLR0913 (one keyword for each thing a call may need)
         padding_mask: bool [T], True for rows that are no tokens: they are routed nowhere, counted
             nowhere, their output is 0 and their content has no effect.
         eplb: where replicas are; None: slot p holds logical expert p % num_logical_experts.
-        shared_experts: an unfused shared expert: its value for x is added. An error where `weights`
-            hold a fused one.
+        shared_experts: an unfused shared expert: its value for x, padded rows 0, is added. An
+            error where `weights` hold a fused one.
         implementation: ``"deep_gemm"``, ``"xla"`` or ``"reference"``; None for the fastest that
             runs here. A named one never falls back.
         return_stats: also return the tokens of each local expert.
+        name: what a `capture_routing` callback is told.
 
     Returns:
         y, bfloat16 [T, H]; with return_stats (y, int32 [E]), E the local physical experts (all of
@@ -80,7 +99,8 @@ def mega_moe(  # noqa: PLR0913 (one keyword for each thing a call may need)
     Raises:
         ValueError: a shape, id, axis, mesh or size that does not fit.
         TypeError: a dtype that does not fit.
-        NotImplementedError: the named implementation cannot run here.
+        NotImplementedError: the named implementation cannot run here; a gradient of `deep_gemm`;
+            a batch that `jax.vmap` cannot fold into tokens.
     """
     place = place_of(config, mesh, axis)
     _check_arrays(x, topk_ids, topk_weights, padding_mask, eplb, config)
@@ -92,45 +112,20 @@ def mega_moe(  # noqa: PLR0913 (one keyword for each thing a call may need)
     _check_shared(config, weights, shared_experts)
     tokens = dict(x=x, topk_ids=topk_ids, topk_weights=topk_weights, padding_mask=padding_mask)
     _check_shardings(place, tokens, weights)
-    how = _choose(config, weights, place, x, implementation)
-    inputs = _Inputs(x, topk_ids, topk_weights, weights, padding_mask, eplb)
-    y, counts = _run(inputs, config=config, place=place, how=how, with_stats=return_stats)
+    call = _choose(config, weights, place, x, implementation)
+    capture(name, topk_ids, padding_mask, None if place.inside else place.mesh)
+    y, counts = run(
+        Tokens(x, topk_ids, topk_weights, padding_mask),
+        Parameters(weights, eplb),
+        call=call._replace(with_stats=return_stats),
+    )
     if shared_experts is not None:
-        y = _add_shared(y, shared_experts(x), padding_mask)
+        # NaN in a padded row would reach the gradients of what the function closes over.
+        y = add_shared(y, shared_experts(zero_padding(x, padding_mask)), padding_mask)
     return (y, counts) if return_stats else y
 
 
-class _Inputs(NamedTuple):
-    """The arrays of a call, a pytree."""
-
-    x: BFloat16[Array, "tokens hidden"]
-    topk_ids: Int32[Array, "tokens top_k"]
-    topk_weights: Float32[Array, "tokens top_k"]
-    weights: ExpertWeights
-    padding_mask: Bool[Array, " tokens"] | None
-    eplb: ReplicaMap | None
-
-    def partition_specs(self, axis: Axis) -> "_Inputs":
-        """The same tree of PartitionSpecs: rows and experts split, the rest replicated."""
-        rows: Any = P(axis)
-        mask = None if self.padding_mask is None else rows
-        eplb = jax.tree.map(lambda _: P(), self.eplb)
-        return _Inputs(rows, rows, rows, self.weights.partition_specs(axis), mask, eplb)
-
-
-class _Place(NamedTuple):
-    """Where a call runs: its axis, the ranks of it, and whether the caller is already inside.
-
-    mesh is the one given, else the current one, which inside a trace has no devices.
-    """
-
-    axis: Axis | None
-    num_ranks: int
-    inside: bool
-    mesh: Mesh | AbstractMesh | None
-
-
-def place_of(config: MoEConfig, mesh: Mesh | None, axis: Axis | None) -> _Place:
+def place_of(config: MoEConfig, mesh: Mesh | None, axis: Axis | None) -> Place:
     """Where a call with this mesh and axis runs.
 
     Raises:
@@ -139,7 +134,7 @@ def place_of(config: MoEConfig, mesh: Mesh | None, axis: Axis | None) -> _Place:
     if axis is None:
         if mesh is not None:
             raise ValueError(_checks.message("axis", "the expert-parallel axis of the mesh", None))
-        return _Place(None, 1, False, None)
+        return Place(None, 1, False, None)
     names = (axis,) if isinstance(axis, str) else tuple(axis)
     context = jax.sharding.get_abstract_mesh()
     inside = bool(names) and set(names) <= set(context.manual_axes)
@@ -151,7 +146,7 @@ def place_of(config: MoEConfig, mesh: Mesh | None, axis: Axis | None) -> _Place:
         raise ValueError(_checks.message("axis", where, repr(axis), hint))
     num_ranks = math.prod(used.shape[name] for name in names)
     config.experts_per_rank(num_ranks)
-    return _Place(names[0] if len(names) == 1 else names, num_ranks, inside, used)
+    return Place(names[0] if len(names) == 1 else names, num_ranks, inside, used)
 
 
 def _check_arrays(
@@ -190,7 +185,7 @@ def _check_ids(topk_ids: Any, config: MoEConfig) -> None:
             raise ValueError(_checks.message("topk_ids", expected, f"ids from {low} to {high}"))
 
 
-def _check_num_tokens(num_tokens: int, config: MoEConfig, place: _Place) -> None:
+def _check_num_tokens(num_tokens: int, config: MoEConfig, place: Place) -> None:
     if not place.inside:
         _checks.multiple("x rows", num_tokens, place.num_ranks, "pad x and mask the padding")
         num_tokens //= place.num_ranks
@@ -215,7 +210,7 @@ def _check_shared(
         )
 
 
-def _check_shardings(place: _Place, tokens: dict[str, Any], weights: ExpertWeights) -> None:
+def _check_shardings(place: Place, tokens: dict[str, Any], weights: ExpertWeights) -> None:
     """Refuses inputs that JAX would gather silently: sharded in another way than the axis does.
 
     Sees the sharding of concrete arrays and of traced ones with Explicit axes.
@@ -266,26 +261,21 @@ def _names(entry: Any) -> tuple[str, ...]:
     return entry if isinstance(entry, tuple) else (entry,)
 
 
-class _How(NamedTuple):
-    """The implementation chosen, and deep_gemm's route to its kernel."""
-
-    implementation: str
-    route: deep_gemm.Route | None = None
-
-
 def _choose(
-    config: MoEConfig, weights: ExpertWeights, place: _Place, x: Any, implementation: str | None
-) -> _How:
+    config: MoEConfig, weights: ExpertWeights, place: Place, x: Any, implementation: str | None
+) -> Call:
+    """The implementation, and deep_gemm's route to its kernel."""
+    call = Call(config, place, "xla")
     if implementation is None:
         try:
-            return _deep_gemm(config, weights, place, x)
+            return _deep_gemm(call, weights, x)
         except (NotImplementedError, ValueError, ImportError, compiler.MissingDependency) as error:
             _log_fallback(config, str(error))
-            return _How("xla")
+            return call
     _checks.one_of("implementation", implementation, IMPLEMENTATIONS)
     if implementation == "deep_gemm":
-        return _deep_gemm(config, weights, place, x)
-    return _How(implementation)
+        return _deep_gemm(call, weights, x)
+    return call._replace(implementation=implementation)
 
 
 @lru_cache
@@ -295,7 +285,8 @@ def _log_fallback(config: MoEConfig, reason: str) -> None:
     _log.log(level, "%s runs implementation xla: %s", config, reason)
 
 
-def _deep_gemm(config: MoEConfig, weights: ExpertWeights, place: _Place, x: Any) -> _How:
+def _deep_gemm(call: Call, weights: ExpertWeights, x: Any) -> Call:
+    place = call.place
     if place.axis is None:
         concrete = isinstance(x, jax.Array) and not isinstance(x, Tracer)
         devices = x.devices() if concrete else {deep_gemm.default_device()}
@@ -305,68 +296,6 @@ def _deep_gemm(config: MoEConfig, weights: ExpertWeights, place: _Place, x: Any)
     else:
         groups = None
     route = deep_gemm.find_route(
-        config, groups, place.axis, num_ranks=place.num_ranks, weights=weights
+        call.config, groups, place.axis, num_ranks=place.num_ranks, weights=weights
     )
-    return _How("deep_gemm", route)
-
-
-@partial(jax.jit, static_argnames=("config", "place", "how", "with_stats"))
-def _run(
-    inputs: _Inputs, *, config: MoEConfig, place: _Place, how: _How, with_stats: bool
-) -> tuple[Array, Array | None]:
-    """(y, tokens of each expert); over the mesh unless the caller is already inside."""
-    local = partial(_run_local, config=config, place=place, how=how, with_stats=with_stats)
-    if place.mesh is None or place.axis is None or place.inside:
-        return local(inputs)
-    specs = inputs.partition_specs(place.axis)
-    if any(kind == AxisType.Explicit for kind in place.mesh.axis_types):
-        mesh = place.mesh
-        inputs = jax.tree.map(lambda a, s: jax.reshard(a, NamedSharding(mesh, s)), inputs, specs)
-    out_specs = (P(place.axis), P(place.axis) if with_stats else None)
-    return jax.shard_map(local, mesh=place.mesh, in_specs=(specs,), out_specs=out_specs)(inputs)
-
-
-def _run_local(
-    inputs: _Inputs, *, config: MoEConfig, place: _Place, how: _How, with_stats: bool
-) -> tuple[Array, Array | None]:
-    """One rank's part of the call."""
-    x, mask, weights = inputs.x, inputs.padding_mask, inputs.weights
-    routing = (inputs.topk_ids, inputs.topk_weights)
-    options: dict[str, Any] = dict(config=config, padding_mask=mask, eplb=inputs.eplb)
-    if how.route is not None and x.shape[0]:
-        with jax.named_scope("mega_moe/launch"):
-            y, counts = deep_gemm.moe(
-                x,
-                *routing,
-                weights,
-                **options,
-                route=how.route,
-                axis=place.axis,
-                with_stats=with_stats,
-            )
-        # A row without experts comes out 0 but for a fused shared expert.
-        return (y if weights.shared is None else _zero_padding(y, mask)), counts
-    with jax.named_scope("mega_moe/staging"):
-        fused = weights.shared is not None
-        staged = stage(x, *routing, **options, fused_shared=fused)
-    counts = None
-    if with_stats:
-        counts = expert.count_tokens(staged.topk_ids, config.num_experts)
-        if place.axis is not None:
-            counts = lax.psum_scatter(counts, place.axis, scatter_dimension=0, tiled=True)
-    if x.shape[0] == 0:
-        return x, counts
-    moe = reference.moe if how.implementation == "reference" else xla.moe
-    total = moe(staged, weights, config=config, axis=place.axis, num_ranks=place.num_ranks)
-    return _zero_padding(total, mask).astype(jnp.bfloat16), counts
-
-
-def _zero_padding(y: Array, padding_mask: Array | None) -> Array:
-    return y if padding_mask is None else jnp.where(padding_mask[:, None], 0, y)
-
-
-def _add_shared(y: Array, shared: Array, padding_mask: Array | None) -> Array:
-    """y plus an unfused shared expert's output, 0 in padded rows."""
-    _checks.shape("shared_experts(x)", shared, y.shape)
-    total = y.astype(jnp.float32) + shared.astype(jnp.float32)
-    return _zero_padding(total, padding_mask).astype(y.dtype)
+    return call._replace(implementation="deep_gemm", route=route)

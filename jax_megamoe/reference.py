@@ -1,12 +1,13 @@
 """The einsum oracle: every expert applied to every token, rounding where the kernel rounds."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, BFloat16, Bool, Float32, Int32
+from jaxtyping import Array, BFloat16, Bool, Float, Float32, Int32
 
 from jax_megamoe import expert
 from jax_megamoe.config import Activation, MoEConfig
@@ -38,6 +39,9 @@ def einsum_moe(
     Costs num_experts / top_k times the FLOPs of the layer and holds one expert's hidden values of
     all tokens: for tests and notebooks.
 
+    Differentiable, forwards and backwards, for `x` and `topk_weights` (exact: biases and scales
+    too); a rounding counts as the identity, also where it saturates. `jax.vmap` works.
+
     Args:
         x: bfloat16 [T, H].
         topk_ids: int32 [T, K], logical expert ids, -1 for unrouted.
@@ -56,6 +60,8 @@ def einsum_moe(
         ValueError, TypeError: `weights` are not the config's.
     """
     check_weights(config, weights)
+    if padding_mask is not None:
+        x = jnp.where(padding_mask[:, None], jnp.zeros_like(x), x)  # else NaN in the gradients
     if exact:
         ids, factors = route(
             topk_ids, topk_weights, config=config, padding_mask=padding_mask, eplb=eplb
@@ -73,6 +79,7 @@ def einsum_moe(
             eplb=eplb,
             fused_shared=fused,
         )
+        staged = _straight_through(staged, x)
     total = moe(staged, weights, config=config, exact=exact)
     if padding_mask is not None:
         total = jnp.where(padding_mask[:, None], 0, total)
@@ -115,6 +122,53 @@ def moe(
     return expert.combine(slots, staged.topk_weights if weighs else None, shared)
 
 
+def gradients(
+    staged: StagedTokens,
+    cotangent: Float32[Array, "tokens hidden"],
+    weights: ExpertWeights,
+    *,
+    config: MoEConfig,
+    axis: Axis | None = None,
+    num_ranks: int = 1,
+) -> tuple[Float32[Array, "tokens hidden"], Float32[Array, "tokens top_k"]]:
+    """As `xla.gradients`, by JAX's own rules; holds the hidden values of all experts."""
+
+    def total(x: Array, topk_weights: Array) -> Array:
+        smooth = _straight_through(replace(staged, topk_weights=topk_weights), x)
+        return moe(smooth, weights, config=config, axis=axis, num_ranks=num_ranks)
+
+    # Straight through the cast, x's value does not matter.
+    _, pull = jax.vjp(total, jnp.zeros_like(cotangent), staged.topk_weights)
+    return pull(cotangent)
+
+
+def _straight_through(staged: StagedTokens, x: Float[Array, "tokens hidden"]) -> StagedTokens:
+    """The same with tokens decoded to float32, which have the derivative of `x`."""
+    x = x.astype(jnp.float32)
+
+    def decoded(tokens: QuantizedTokens, scale: Array | None) -> QuantizedTokens:
+        values = tokens.decoded().astype(jnp.float32)
+        exact = x if scale is None else x / scale[:, None]
+        return QuantizedTokens(expert.straight_through(exact, values), None, scale)
+
+    shared, scale = staged.shared_tokens, staged.tokens.token_scale
+    if scale is not None:
+        # The scale of a token that goes nowhere may be NaN.
+        scale = jnp.where((staged.topk_ids >= 0).any(axis=1), scale, jnp.float32(1))
+    if shared is not None:
+        shared = decoded(shared, shared.token_scale)
+    return replace(staged, tokens=decoded(staged.tokens, scale), shared_tokens=shared)
+
+
+def _only(tokens: QuantizedTokens, rows: Bool[Array, " tokens"]) -> QuantizedTokens:
+    """The tokens of some rows, the others 0."""
+
+    def keep(array: Array) -> Array:
+        return jnp.where(rows.reshape(-1, *(1,) * (array.ndim - 1)), array, jnp.zeros_like(array))
+
+    return jax.tree.map(keep, tokens)
+
+
 def _slots(
     staged: StagedTokens,
     weights: ExpertWeights,
@@ -129,14 +183,16 @@ def _slots(
     local["id"] = first_expert + jnp.arange(gate.shape[0], dtype=jnp.int32)
 
     def add_expert(slots: Array, parts: dict[str, Array]) -> tuple[Array, None]:
+        here = staged.topk_ids == parts["id"]
         y = _expert(
-            staged.tokens,
+            # What other tokens would overflow here must not reach their gradients, as 0 * inf.
+            _only(staged.tokens, here.any(axis=1)),
             staged.topk_weights,
             parts,
             (config.activation, config.weight_format, exact),
             activation_scale,
         )
-        return jnp.where((staged.topk_ids == parts["id"])[..., None], y, slots), None
+        return jnp.where(here[..., None], y, slots), None
 
     shape = (*staged.topk_ids.shape, config.hidden_size)
     empty = jnp.zeros(shape, jnp.float32) + expert.varying_zero(staged.topk_ids, gate)

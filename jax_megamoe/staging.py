@@ -102,6 +102,30 @@ def quantize_tokens(x: BFloat16[Array, "tokens hidden"], activation_format: str)
     return QuantizedTokens(*quantise(x))
 
 
+def logical_ids(
+    topk_ids: Int32[Array, "tokens top_k"],
+    *,
+    config: MoEConfig,
+    padding_mask: Bool[Array, " tokens"] | None = None,
+) -> Int32[Array, "tokens top_k"]:
+    """The ids with padding and what is out of range set to -1."""
+    known = (topk_ids >= 0) & (topk_ids < config.logical_experts)
+    if padding_mask is not None:
+        known &= ~padding_mask[:, None]
+    return jnp.where(known, topk_ids, -1)
+
+
+def physical_ids(
+    ids: Int32[Array, "tokens top_k"], *, config: MoEConfig, eplb: ReplicaMap | None = None
+) -> Int32[Array, "tokens top_k"]:
+    """Physical slots of one rank's `logical_ids`; eplb None: the config's initial map."""
+    if eplb is not None:
+        return to_physical(ids, eplb)
+    if config.logical_experts != config.num_experts:
+        return to_physical(ids, initial_map(config))
+    return ids
+
+
 def route(
     topk_ids: Int32[Array, "tokens top_k"],
     topk_weights: Float32[Array, "tokens top_k"],
@@ -111,15 +135,9 @@ def route(
     eplb: ReplicaMap | None = None,
 ) -> tuple[Int32[Array, "tokens top_k"], Float32[Array, "tokens top_k"]]:
     """Physical slots and weights: padding and ids out of range become -1 with weight 0."""
-    known = (topk_ids >= 0) & (topk_ids < config.logical_experts)
-    if padding_mask is not None:
-        known &= ~padding_mask[:, None]
-    ids = jnp.where(known, topk_ids, -1)
-    if eplb is not None:
-        ids = to_physical(ids, eplb)
-    elif config.logical_experts != config.num_experts:
-        ids = to_physical(ids, initial_map(config))
-    return ids, jnp.where(known, topk_weights, jnp.float32(0))
+    ids = logical_ids(topk_ids, config=config, padding_mask=padding_mask)
+    weights = jnp.where(ids >= 0, topk_weights, jnp.float32(0))
+    return physical_ids(ids, config=config, eplb=eplb), weights
 
 
 def stage(

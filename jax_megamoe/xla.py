@@ -1,4 +1,8 @@
-"""The portable implementation: sort by expert, exchange over the EP axis, grouped matmuls."""
+"""The portable implementation: sort by expert, exchange over the EP axis, grouped matmuls.
+
+`moe` is the layer, `gradients` its backward pass: the same rows take the same way, now with the
+cotangents of their tokens, and each expert's part is computed again where it is differentiated.
+"""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -33,6 +37,8 @@ class _Rows(NamedTuple):
 
     tokens: QuantizedTokens
     weight: Float32[Array, " rows"]
+    cotangent: UInt16[Array, "rows hidden"] | None = None
+    """In the backward pass: of the token's output."""
 
 
 @dataclass(frozen=True)
@@ -76,22 +82,61 @@ def moe(
     Returns:
         float32 [T, H], before the last rounding.
     """
+    with jax.named_scope("mega_moe/experts"):
+        mlp = _routed_mlp(weights, config, axis)
+        bits = _slots(staged, None, weights, mlp, axis, num_ranks)
+        slots = lax.bitcast_convert_type(bits, jnp.bfloat16)
+    with jax.named_scope("mega_moe/shared"):
+        shared = shared_expert(staged.shared_tokens, weights, config)
+    with jax.named_scope("mega_moe/combine"):
+        factors = staged.topk_weights if mlp.form.weighs_in_combine else None
+        return expert.combine(slots, factors, shared)
+
+
+def gradients(
+    staged: StagedTokens,
+    cotangent: Float32[Array, "tokens hidden"],
+    weights: ExpertWeights,
+    *,
+    config: MoEConfig,
+    axis: Axis | None = None,
+    num_ranks: int = 1,
+) -> tuple[Float32[Array, "tokens hidden"], Float32[Array, "tokens top_k"]]:
+    """What `moe` pulls a cotangent back to, for the tokens before they were quantised and for
+    their top-k weights.
+
+    Roundings count as the identity, the parameters as constants. Nothing of the forward pass is
+    kept: hidden values are computed again, those of one block of rows at a time.
+
+    Peak memory: as `moe`'s with 4 H bytes more a row (its gradient is float32) and 2 H (its
+    cotangent); and a fused shared expert's hidden values of all tokens.
+
+    Args:
+        staged: as `moe` had it.
+        cotangent: of `moe`'s result; rounded to BF16, as the layer's output is.
+        weights, config, axis, num_ranks: as of `moe`.
+
+    Returns:
+        float32 [T, H] and float32 [T, K], 0 where unrouted.
+    """
+    with jax.named_scope("mega_moe/experts"):
+        mlp = _routed_mlp(weights, config, axis)
+        slots = _slots(staged, cotangent.astype(jnp.bfloat16), weights, mlp, axis, num_ranks)
+        of_tokens, of_factors = slots[..., :-1].sum(axis=1), slots[..., -1]
+    if staged.shared_tokens is None:
+        return of_tokens, of_factors
+    with jax.named_scope("mega_moe/shared"):
+        values = staged.shared_tokens.decoded().astype(jnp.float32)
+        _, pull = jax.vjp(lambda x: shared_expert(QuantizedTokens(x), weights, config), values)
+        return of_tokens + pull(cotangent)[0], of_factors
+
+
+def _routed_mlp(weights: ExpertWeights, config: MoEConfig, axis: Axis | None) -> _Mlp:
     form = config.weight_format
     scale = None
     if form.weight.has_global_scale:
         scale = expert.input_scale(weights.w2_input_scale, axis)
-    mlp = _Mlp(config, form, weights.layout, scale)
-    with jax.named_scope("mega_moe/experts"):
-        if num_ranks == 1:
-            slots = _local_slots(staged, weights, mlp)
-        else:
-            assert axis is not None
-            slots = _exchanged_slots(staged, weights, mlp, axis, num_ranks)
-    with jax.named_scope("mega_moe/shared"):
-        shared = _shared(staged, weights, config)
-    with jax.named_scope("mega_moe/combine"):
-        factors = staged.topk_weights if form.weighs_in_combine else None
-        return expert.combine(slots, factors, shared)
+    return _Mlp(config, form, weights.layout, scale)
 
 
 def _bits(array: Array) -> Array:
@@ -99,33 +144,55 @@ def _bits(array: Array) -> Array:
     return lax.bitcast_convert_type(array, f"uint{8 * array.dtype.itemsize}")
 
 
-def _token_rows(staged: StagedTokens, rows: Int32[Array, " n"], top_k: int) -> _Rows:
-    """Rows of (token, slot) indices: the token's bits and the slot's weight."""
-    tokens = jax.tree.map(lambda array: _bits(array)[rows // top_k], staged.tokens)
-    return _Rows(tokens, staged.topk_weights.reshape(-1)[rows])
+def _token_rows(
+    staged: StagedTokens, cotangent: BFloat16[Array, "tokens hidden"] | None, rows: Array
+) -> _Rows:
+    """Rows of (token, slot) indices: bits of the token and its cotangent, the slot's weight."""
+    of_tokens = rows // staged.topk_ids.shape[1]
+    tokens, sent = jax.tree.map(lambda array: _bits(array)[of_tokens], (staged.tokens, cotangent))
+    return _Rows(tokens, staged.topk_weights.reshape(-1)[rows], sent)
+
+
+def _slots(
+    staged: StagedTokens,
+    cotangent: BFloat16[Array, "tokens hidden"] | None,
+    weights: ExpertWeights,
+    mlp: _Mlp,
+    axis: Axis | None,
+    num_ranks: int,
+) -> Array:
+    """What `_grouped` makes of every slot, [T, K, width]; 0 where unrouted."""
+    num_tokens, top_k = staged.topk_ids.shape
+    if num_ranks == 1:
+        slots = _local_slots(staged, cotangent, weights, mlp)
+    else:
+        assert axis is not None
+        slots = _exchanged_slots(staged, cotangent, weights, mlp, axis, num_ranks)
+    return slots.reshape(num_tokens, top_k, -1)
 
 
 def _local_slots(
-    staged: StagedTokens, weights: ExpertWeights, mlp: _Mlp
-) -> BFloat16[Array, "tokens top_k hidden"]:
-    """Every slot's output when all experts are here."""
-    num_tokens, top_k = staged.topk_ids.shape
+    staged: StagedTokens, cotangent: Array | None, weights: ExpertWeights, mlp: _Mlp
+) -> Array:
+    """Every slot's row when all experts are here."""
     num_experts = weights.w13_weight.shape[0]
     ids = staged.topk_ids.reshape(-1)
-    keys = jnp.where(ids < 0, num_experts, ids)
-    order = jnp.argsort(keys, stable=True)
+    order = jnp.argsort(jnp.where(ids < 0, num_experts, ids), stable=True)
     counts = expert.count_tokens(staged.topk_ids, num_experts)
-    sorted_out = _grouped(_token_rows(staged, order, top_k), counts, weights, mlp)
-    slots = jnp.where((ids >= 0)[:, None], sorted_out[jnp.argsort(order)], 0)
-    return lax.bitcast_convert_type(slots, jnp.bfloat16).reshape(num_tokens, top_k, -1)
+    sorted_out = _grouped(_token_rows(staged, cotangent, order), counts, weights, mlp)
+    return jnp.where((ids >= 0)[:, None], sorted_out[jnp.argsort(order)], 0)
 
 
 def _exchanged_slots(
-    staged: StagedTokens, weights: ExpertWeights, mlp: _Mlp, axis: Axis, num_ranks: int
-) -> BFloat16[Array, "tokens top_k hidden"]:
-    """Every slot's output, rows sent to their experts' ranks and back in rounds."""
-    num_tokens, top_k = staged.topk_ids.shape
-    local_experts, num_rows = weights.w13_weight.shape[0], num_tokens * top_k
+    staged: StagedTokens,
+    cotangent: Array | None,
+    weights: ExpertWeights,
+    mlp: _Mlp,
+    axis: Axis,
+    num_ranks: int,
+) -> Array:
+    """Every slot's row, sent to its expert's rank and back in rounds."""
+    num_rows, local_experts = staged.topk_ids.size, weights.w13_weight.shape[0]
     capacity = min(num_rows, max(_MIN_ROWS, int(_SLACK * num_rows / num_ranks)))
     ids = staged.topk_ids.reshape(-1)
     num_experts = num_ranks * local_experts
@@ -142,7 +209,7 @@ def _exchanged_slots(
         sent = nth[None, :] < to_rank[:, None]
         row = order[jnp.where(sent, first[:, None] + nth[None, :], 0)].reshape(-1)
         local_id = jnp.where(sent.reshape(-1), ids[row] % local_experts, local_experts)
-        rows, local_id = jax.tree.map(exchange, (_token_rows(staged, row, top_k), local_id))
+        rows, local_id = jax.tree.map(exchange, (_token_rows(staged, cotangent, row), local_id))
         by_expert = jnp.argsort(local_id, stable=True)
         received = jnp.zeros(local_experts, jnp.int32).at[local_id].add(1, mode="drop")
         rows = jax.tree.map(lambda array: array[by_expert], rows)
@@ -150,17 +217,26 @@ def _exchanged_slots(
         target = jnp.where(sent.reshape(-1), row, num_rows)
         return slots.at[target].set(out, mode="drop")
 
-    zero = expert.varying_zero(ids, weights.w13_weight).astype(jnp.uint16)
-    empty = jnp.zeros((num_rows, mlp.config.hidden_size), jnp.uint16) + zero
+    empty = _empty(num_rows, cotangent is not None, mlp, ids, weights.w13_weight)
     rounds = lax.pmax(jnp.max(-(-to_rank // capacity)), axis)
-    slots = lax.fori_loop(0, rounds, one_round, empty)
-    return lax.bitcast_convert_type(slots, jnp.bfloat16).reshape(num_tokens, top_k, -1)
+    return lax.fori_loop(0, rounds, one_round, empty)
+
+
+def _empty(num_rows: int, backward: bool, mlp: _Mlp, *like: Array) -> Array:
+    """Zeros for `_grouped`'s rows, varying over every mesh axis that `like` vary over."""
+    width, dtype = mlp.config.hidden_size, jnp.uint16
+    if backward:
+        width, dtype = width + 1, jnp.float32
+    return jnp.zeros((num_rows, width), dtype) + expert.varying_zero(*like).astype(dtype)
 
 
 def _grouped(
     rows: _Rows, counts: Int32[Array, " experts"], weights: ExpertWeights, mlp: _Mlp
-) -> UInt16[Array, "rows hidden"]:
-    """Each row through its expert, as BF16 bits; rows are sorted by expert, the rest is undefined.
+) -> Array:
+    """Each row through its expert; rows are sorted by expert, the rest is undefined.
+
+    Forward: uint16 [n, H], BF16 bits of the output. Backward, for rows with a cotangent: float32
+    [n, H + 1], `_block_gradients`.
 
     A block that reaches into the next expert's rows writes them too, and the next expert, later in
     the loop, writes them again: so no rows are copied to align the groups.
@@ -170,6 +246,8 @@ def _grouped(
     padded = jax.tree.map(lambda a: jnp.pad(a, [(0, block)] + [(0, 0)] * (a.ndim - 1)), rows)
     starts = jnp.cumsum(counts, dtype=jnp.int32) - counts
     busy = jnp.argsort(counts == 0, stable=True).astype(jnp.int32)
+    backward = rows.cotangent is not None
+    apply = _block_gradients if backward else _block_outputs
 
     def one_expert(i: Array, out: Array) -> Array:
         e = busy[i]
@@ -178,16 +256,39 @@ def _grouped(
         def one_block(j: Array, out: Array) -> Array:
             start = starts[e] + j * block
             part = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, start, block), padded)
-            tokens = restore_tokens(part.tokens, mlp.form.activation_format)
-            y = _bits(_apply(tokens, part.weight, local, mlp))
-            return lax.dynamic_update_slice_in_dim(out, y, start, 0)
+            return lax.dynamic_update_slice_in_dim(out, apply(part, local, mlp), start, 0)
 
         return lax.fori_loop(0, -(-counts[e] // block), one_block, out)
 
-    zero = expert.varying_zero(rows.weight, weights.w13_weight).astype(jnp.uint16)
-    out = jnp.zeros((num_rows + block, mlp.config.hidden_size), jnp.uint16) + zero
+    out = _empty(num_rows + block, backward, mlp, rows.weight, weights.w13_weight)
     num_busy = jnp.sum(counts > 0, dtype=jnp.int32)
     return lax.fori_loop(0, num_busy, one_expert, out)[:num_rows]
+
+
+def _block_outputs(rows: _Rows, fields: dict[str, Any], mlp: _Mlp) -> UInt16[Array, "rows hidden"]:
+    tokens = restore_tokens(rows.tokens, mlp.form.activation_format)
+    return _bits(_apply(tokens, rows.weight, fields, mlp))
+
+
+def _block_gradients(
+    rows: _Rows, fields: dict[str, Any], mlp: _Mlp
+) -> Float32[Array, "rows hidden+1"]:
+    """Gradients of a block of rows of one expert: the tokens', and in the last column their
+    weights'."""
+    assert rows.cotangent is not None
+    tokens = restore_tokens(rows.tokens, mlp.form.activation_format)
+    cotangent = lax.bitcast_convert_type(rows.cotangent, jnp.bfloat16).astype(jnp.float32)
+
+    def weighted(values: Array, weight: Array) -> Array:
+        decoded = QuantizedTokens(values, None, tokens.token_scale)
+        y = _apply(decoded, weight, fields, mlp).astype(jnp.float32)
+        return y * weight[:, None] if mlp.form.weighs_in_combine else y
+
+    _, pull = jax.vjp(weighted, tokens.decoded().astype(jnp.float32), rows.weight)
+    of_values, of_weight = pull(cotangent)
+    if tokens.token_scale is not None:
+        of_values = of_values / tokens.token_scale[:, None]
+    return jnp.concatenate([of_values, of_weight[:, None]], axis=1)
 
 
 def _block_rows(num_rows: int, num_experts: int) -> int:
@@ -247,11 +348,11 @@ def _apply(
     return expert.round_bf16(y).astype(jnp.bfloat16)
 
 
-def _shared(
-    staged: StagedTokens, weights: ExpertWeights, config: MoEConfig
+def shared_expert(
+    tokens: QuantizedTokens | None, weights: ExpertWeights, config: MoEConfig
 ) -> Float32[Array, "tokens hidden"] | None:
-    """The fused shared expert's output on this rank's tokens."""
-    shared, tokens = weights.shared, staged.shared_tokens
+    """The output of the shared expert in `weights` on this rank's tokens; None without one."""
+    shared = weights.shared
     if shared is None or tokens is None or config.shared_format is None:
         return None
     form = WEIGHT_FORMATS[config.shared_format]
