@@ -131,7 +131,7 @@ def _fault(tree: Path) -> str:
         except OSError:
             return f"no {file}"
         if got != expected:
-            return f"another {file}"
+            return f"other contents of {file}"
     return ""
 
 
