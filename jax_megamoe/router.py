@@ -222,7 +222,10 @@ def _scores(logits: Array, scoring: str) -> Array:
         return jax.nn.softmax(logits, axis=-1)
     if scoring == "sigmoid":
         return jax.nn.sigmoid(logits)
-    return jnp.sqrt(jax.nn.softplus(logits))
+    # Far below 0, sqrt(log(1 + exp(x))) is exp(x / 2), and only that has a derivative in float32.
+    far = -20.0
+    near = jnp.sqrt(jax.nn.softplus(jnp.maximum(logits, far)))
+    return jnp.where(logits < far, jnp.exp(jnp.minimum(logits, far) * 0.5), near)
 
 
 def _best_groups(choice: Array, router: Router) -> Array:

@@ -80,3 +80,45 @@ ACCURACY = {
 GAIN = 0.01
 """Slopes are within this of the table's. A block scale that is dropped, applied twice, or rounded
 without its values being quantised again shows here."""
+
+ROUTING = 2e-6
+"""Weights of a router, of the largest: some 16 float32 steps (2^-23) of exp, sums and quotients."""
+
+
+class Gradient(NamedTuple):
+    """Relative errors allowed of the gradients of x and of topk_weights."""
+
+    x: float
+    topk_weights: float
+
+
+GRADIENTS = {
+    # Straight-through slopes are those at rounded values: the activation's slope moves with gate
+    # and up, and the gradients of gate and up are multiplied by each other's rounded values. So
+    # they are as far off as the forward pass (ACCURACY.activations), the top-k weights' gradient
+    # being the expert's output itself.
+    "bf16": Gradient(0.005, 0.005),
+    "mxfp8": Gradient(0.055, 0.05),
+    "mxfp4": Gradient(0.055, 0.05),
+    "fp8_block": Gradient(0.055, 0.05),
+    # The top-k weights' includes the second cast, x's only the first.
+    "nvfp4": Gradient(0.14, 0.22),
+}
+"""mega_moe against plain float32 einsums with the dequantised weights, plain SwiGLU."""
+
+GRADIENT_AGREEMENT = {
+    # As AGREEMENT, and for x a last rounding to BF16, which a sum in another order may flip.
+    "bf16": Gradient(2e-4, 2e-4),
+    "mxfp8": Gradient(5e-4, 5e-4),
+    "mxfp4": Gradient(5e-4, 5e-4),
+    "fp8_block": Gradient(5e-4, 5e-4),
+    # `xla` rounds the cotangent of each expert's output to BF16 after the top-k weight: 2^-9.
+    "nvfp4": Gradient(5e-3, 2e-3),
+}
+"""`xla` against `reference`, which JAX differentiates."""
+
+GRADIENTS_OVER_RANKS = Gradient(1e-4, 1e-5)
+"""Several ranks against one: sums in another order, and the last rounding to BF16."""
+
+DIFFERENCES = 2e-3
+"""Central differences of float32 sums with steps of 0.01: rounding 1e-4, curvature about as much."""

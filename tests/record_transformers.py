@@ -1,0 +1,123 @@
+"""Runs the layers of `transformers_cases.py` through transformers' own MoE blocks and records what
+they give, in tests/golden/transformers/.
+
+Needs torch and transformers (``pip install '.[transformers]'``), on the CPU:
+``python tests/record_transformers.py``
+"""
+
+from importlib import import_module
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import transformers_cases
+from transformers_cases import CASES, RECORDS, Case
+
+
+class Output(NamedTuple):
+    """What a block of transformers gave, tokens in order.
+
+    Attributes:
+        y: float32 [T, H].
+        topk_ids: [T, K].
+        topk_weights: float32 [T, K].
+    """
+
+    y: np.ndarray
+    topk_ids: np.ndarray
+    topk_weights: np.ndarray
+
+
+def run(case: Case, dtype: torch.dtype) -> Output:
+    """The case through transformers' block, parameters and tokens in this dtype.
+
+    Correction biases stay float32, as transformers loads them.
+    """
+    config = config_of(case)
+    folder, name = case.block.split(".")
+    module = import_module(f"transformers.models.{folder}.modeling_{folder}")
+    has_index = folder == "deepseek_v4"
+    block = getattr(module, name)(config, *([case.layer_index] if has_index else []))
+    block = block.to(dtype).eval()
+    for name, buffer in block.named_buffers():
+        if name.endswith("correction_bias"):
+            buffer.data = buffer.float()
+    block.load_state_dict(_state(case, dtype))
+    router = block.router if folder == "gpt_oss" else block.gate
+    seen: list[Any] = []
+    router.register_forward_hook(lambda module, args, output: seen.append(output))
+    x, token_ids = transformers_cases.inputs(case)
+    arguments = [torch.tensor(x.astype(np.float32)).to(dtype)[None]]
+    if case.name == "deepseek_v4_hashed":
+        arguments.append(torch.tensor(token_ids)[None])
+    with torch.no_grad():
+        y = block(*arguments)
+    y = y[0] if isinstance(y, tuple) else y
+    _, weights, ids = seen[0]
+    return Output(y[0].float().numpy(), ids.numpy(), weights.float().numpy())
+
+
+def config_of(case: Case) -> Any:
+    """transformers' config of the case."""
+    folder = case.block.split(".")[0]
+    module = import_module(f"transformers.models.{folder}.configuration_{folder}")
+    classes = dict(
+        deepseek_v3="DeepseekV3Config",
+        deepseek_v4="DeepseekV4Config",
+        qwen3_moe="Qwen3MoeConfig",
+        qwen3_next="Qwen3NextConfig",
+        gpt_oss="GptOssConfig",
+    )
+    keys = {key: value for key, value in case.hf_config.items() if key != "model_type"}
+    return getattr(module, classes[folder])(**keys, experts_implementation="eager")
+
+
+def _state(case: Case, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The case's checkpoint under the names of transformers' modules, experts stacked."""
+    tensors = {
+        name.removeprefix(f"{case.prefix}."): _torch(array, dtype)
+        for name, array in transformers_cases.checkpoint(case).items()
+    }
+    for old, new in (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")):
+        tensors = {name.replace(f".{old}.", f".{new}."): t for name, t in tensors.items()}
+    if "gate.bias" in tensors:
+        tensors["gate.e_score_correction_bias"] = tensors.pop("gate.bias")
+    stacks: dict[str, list[torch.Tensor]] = {}
+    for name in [name for name in tensors if name.split(".")[1].isdecimal()]:
+        stacks.setdefault(name.split(".")[2], []).append(tensors.pop(name))
+    if stacks:
+        pairs = zip(stacks["gate_proj"], stacks["up_proj"], strict=True)
+        tensors["experts.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
+        tensors["experts.down_proj"] = torch.stack(stacks["down_proj"])
+    return tensors
+
+
+def _torch(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    if array.dtype == np.int64:
+        return torch.tensor(array)
+    wide = torch.tensor(array.astype(np.float32))
+    return wide if array.dtype == np.float32 else wide.to(dtype)
+
+
+def record(case: Case) -> None:
+    """Writes the case's record."""
+    exact, rounded = run(case, torch.float32), run(case, torch.bfloat16)
+    RECORDS.mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(
+        RECORDS / f"{case.name}.npz",
+        y=exact.y,
+        topk_ids=exact.topk_ids.astype(np.int32),
+        topk_weights=exact.topk_weights,
+        y_bfloat16=rounded.y.view(np.uint32).__rshift__(16).astype(np.uint16),
+        weights_crc=np.uint32(transformers_cases.digest(transformers_cases.checkpoint(case))),
+        versions=np.array([f"transformers {version('transformers')}", f"torch {version('torch')}"]),
+    )
+    same = np.mean(np.sort(exact.topk_ids) == np.sort(rounded.topk_ids))
+    error = np.linalg.norm(rounded.y - exact.y) / np.linalg.norm(exact.y)
+    print(f"{case.name}: bfloat16 against float32 {error:.2e}, same experts {same:.3f}")
+
+
+if __name__ == "__main__":
+    for each in CASES:
+        record(each)
