@@ -1,6 +1,7 @@
 """The table of memory.md: `python docs/memory_table.py` prints it."""
 
 import math
+from typing import Any
 
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.devices import KNOWN_DEVICES
@@ -53,7 +54,7 @@ def table() -> str:
 def _config(sizes: dict[str, int], form: str, max_num_tokens: int) -> MoEConfig:
     """The layer; its shared expert is fused where the format fuses one."""
     fused = sizes.get("num_shared_experts", 0) if WEIGHT_FORMATS[form].shared_formats else 0
-    fields = {**sizes, "num_shared_experts": fused}
+    fields: dict[str, Any] = {**sizes, "num_shared_experts": fused}
     return MoEConfig(**fields, max_num_tokens=max_num_tokens, weight_format=WEIGHT_FORMATS[form])
 
 
