@@ -1,4 +1,4 @@
-"""Decoding with four MoE layers over eight devices: a batch of fixed shape, one compile.
+"""Decoding with four MoE blocks over eight devices: a batch of fixed shape, one compile.
 
 A step has a row for each place in the batch, whatever number of sequences is being decoded; rows
 without one are masked. So all steps are one executable with static shapes, as CUDA graphs want
@@ -23,16 +23,20 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
 LAYERS, BATCH, STEPS, VOCABULARY, HIDDEN = 4, 32, 32, 512, 256
+MODEL = dict(  # the keys of config.json that a block needs; its path would do too
+    model_type="deepseek_v3",
+    hidden_size=HIDDEN,
+    moe_intermediate_size=128,
+    n_routed_experts=16,
+    num_experts_per_tok=4,
+    n_group=4,
+    topk_group=2,
+    routed_scaling_factor=2.5,
+    n_shared_experts=1,
+    num_hidden_layers=LAYERS,
+)
 mesh = jax.make_mesh((8,), ("ep",), axis_types=(AxisType.Auto,))
 everywhere = NamedSharding(mesh, P())
-config = mm.MoEConfig(
-    num_experts=16,
-    top_k=4,
-    hidden_size=HIDDEN,
-    intermediate_size=128,
-    max_num_tokens=BATCH // mesh.size,  # on each rank
-    weight_format=mm.MXFP8,
-)
 
 
 def normal(rngs: nnx.Rngs, *shape: int) -> jax.Array:
@@ -46,19 +50,6 @@ def normalised(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
-class Block(nnx.Module):
-    """Router and routed experts."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.router = nnx.Param(normal(rngs, config.num_experts, HIDDEN))
-        self.experts = mm.MegaMoE(config, mesh=mesh, axis="ep", rngs=rngs)
-
-    def __call__(self, x: jax.Array, padding_mask: jax.Array) -> jax.Array:
-        logits = x.astype(jnp.float32) @ self.router[...].T
-        topk_weights, topk_ids = jax.lax.top_k(jax.nn.softmax(logits), config.top_k)
-        return self.experts(x, topk_ids, topk_weights, padding_mask=padding_mask)
-
-
 class Model(nnx.Module):
     """Embedding, blocks, head; a block is fed a running mean of its sequence for want of attention.
 
@@ -70,7 +61,18 @@ class Model(nnx.Module):
         words = HIDDEN**0.5 * normal(rngs, VOCABULARY, HIDDEN)
         self.embedding = nnx.Param(jnp.concatenate([words, filler]))
         self.head = nnx.Param(normal(rngs, VOCABULARY, HIDDEN))
-        self.blocks = nnx.List([Block(rngs) for _ in range(LAYERS)])
+        self.blocks = nnx.List([self.block(rngs) for _ in range(LAYERS)])
+
+    def block(self, rngs: nnx.Rngs) -> mm.MegaMoEBlock:
+        """Router, routed experts spread over the mesh, and a shared expert fused with them."""
+        return mm.MegaMoEBlock.from_config(
+            MODEL,
+            mesh=mesh,
+            axis="ep",
+            max_num_tokens=BATCH // mesh.size,  # on each rank
+            weight_format=mm.MXFP8,
+            rngs=rngs,
+        )
 
     def __call__(
         self, tokens: jax.Array, memory: jax.Array, padding_mask: jax.Array
@@ -81,7 +83,7 @@ class Model(nnx.Module):
         for block, mean in zip(self.blocks, memory, strict=True):
             means.append(0.75 * mean + 0.25 * x)
             fed = normalised(x + means[-1]).astype(jnp.bfloat16)
-            x = x + block(fed, padding_mask).astype(jnp.float32)
+            x = x + block(fed, padding_mask=padding_mask).astype(jnp.float32)
         logits = normalised(x) @ self.head[...].T
         return jnp.argmax(logits, axis=-1).astype(jnp.int32), jnp.stack(means)
 
@@ -182,5 +184,5 @@ check(same, "NaN in rows without a sequence to change nothing")
 experts = [each for each in jax.tree.leaves(parameters) if not each.is_fully_replicated]
 size = sum(each.nbytes for each in experts)
 local = sum(each.addressable_shards[0].data.nbytes for each in experts)
-print(f"experts: {size / 1e6:.1f} MB, {local / 1e6:.2f} MB on each of {mesh.size} devices")
+print(f"routed experts: {size / 1e6:.1f} MB, {local / 1e6:.2f} MB on each of {mesh.size} devices")
 check(local * mesh.size == size, "experts to be spread evenly")
