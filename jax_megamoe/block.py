@@ -88,6 +88,9 @@ class MegaMoEBlock(nnx.Module):
         self.stored_sizes = own if stored_sizes is None else stored_sizes
         _check_sizes(config, router, self.stored_sizes, shared_size)
         shared_size = shared_size or config.shared_size
+        if has_shared_gate and not shared_size:
+            expected = "False where there is no shared expert"
+            raise ValueError(_checks.message("has_shared_gate", expected, True))
         reason = _unfused_reason(config, shared_size, own == self.stored_sizes, has_shared_gate)
         if reason:
             _log_unfused(config, reason)
@@ -199,6 +202,7 @@ class MegaMoEBlock(nnx.Module):
         eplb: ReplicaMap | None = None,
         return_stats: bool = False,
         return_routing: bool = False,
+        name: str = "mega_moe_block",
     ) -> Any:
         """The block's output for every token.
 
@@ -211,6 +215,7 @@ class MegaMoEBlock(nnx.Module):
             return_stats: also return what `mega_moe` returns for it.
             return_routing: also return the `Routing`, logical ids before they are mapped to
                 replicas, [T, K] of the flattened tokens.
+            name: what a `capture_routing` callback is told.
 
         Returns:
             y, bfloat16 [..., H]; then, where asked for, the stats and the routing.
@@ -221,10 +226,10 @@ class MegaMoEBlock(nnx.Module):
         _checks.shape("x", x, (*("batch",) * (x.ndim - 1), self.hidden_size))
         lead = x.shape[:-1]
         per_token = dict(token_ids=token_ids, padding_mask=padding_mask)
-        for name, array in per_token.items():
+        for argument, array in per_token.items():
             if array is not None:
-                _checks.shape(name, array, lead)
-                per_token[name] = array.reshape(-1)
+                _checks.shape(argument, array, lead)
+                per_token[argument] = array.reshape(-1)
         rows = x.reshape(-1, self.hidden_size)
         with jax.named_scope("mega_moe_block/router"):
             place = place_of(self.config, self.experts.mesh, self.experts.axis)
@@ -236,6 +241,7 @@ class MegaMoEBlock(nnx.Module):
             eplb=eplb,
             shared_experts=None if self.shared_expert is None else self._shared,
             return_stats=return_stats,
+            name=name,
         )
         y, *stats = result if return_stats else (result,)
         y = y[:, : self.hidden_size].reshape(x.shape)

@@ -100,6 +100,7 @@ class MegaMoE(nnx.Module):
         eplb: ReplicaMap | None = None,
         shared_experts: Callable[[Array], Array] | None = None,
         return_stats: bool = False,
+        name: str = "mega_moe",
     ) -> Any:
         """`mega_moe` with this layer's parameters; see there."""
         return mega_moe(
@@ -115,6 +116,7 @@ class MegaMoE(nnx.Module):
             shared_experts=shared_experts,
             implementation=self.implementation,
             return_stats=return_stats,
+            name=name,
         )
 
 

@@ -83,7 +83,7 @@ class RouterLayer(nnx.Module):
         _checks.multiple("x rows", len(x), place.num_ranks, "pad x and mask the padding")
         rows = P(place.axis)
         if any(kind == AxisType.Explicit for kind in place.mesh.axis_types):
-            x = jax.reshard(x, NamedSharding(place.mesh, rows))
+            x, token_ids = jax.reshard((x, token_ids), NamedSharding(place.mesh, rows))
         over_ranks = jax.shard_map(
             local, mesh=place.mesh, in_specs=(rows, rows, P()), out_specs=rows
         )

@@ -159,7 +159,7 @@ class TestErrors:
                 dict(model_type="llama"),
                 None,
                 r"model_type: expected one of \['deepseek_v3', 'deepseek_v4', 'gpt_oss', "
-                r"'kimi_k2', 'qwen3_moe', 'qwen3_next'\], got 'llama'; build a MegaMoEBlock from its parts",
+                r"'kimi_k2', 'qwen3_moe', 'qwen3_next'\], got 'llama'; build a MegaMoEBlock",
             ),
             (QWEN, {}, 48, "layer_index: expected one of the model's 48 layers, got 48"),
             (QWEN, {}, -1, "layer_index: expected an integer >= 0, got -1"),
