@@ -76,8 +76,8 @@ class Model(nnx.Module):
 
     def __call__(
         self, tokens: jax.Array, memory: jax.Array, padding_mask: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """The next tokens [B] and memory [L, B, H] from this step's."""
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The next tokens [B], hidden values [B, H] and memory [L, B, H] from this step's."""
         x = self.embedding[...][tokens]
         means = []
         for block, mean in zip(self.blocks, memory, strict=True):
@@ -85,7 +85,7 @@ class Model(nnx.Module):
             fed = normalised(x + means[-1]).astype(jnp.bfloat16)
             x = x + block(fed, padding_mask=padding_mask).astype(jnp.float32)
         logits = normalised(x) @ self.head[...].T
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32), jnp.stack(means)
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32), x, jnp.stack(means)
 
 
 class State(NamedTuple):
@@ -95,6 +95,7 @@ class State(NamedTuple):
         step: int32 [].
         filler: int32 [], the token that rows without a sequence are given.
         tokens: int32 [B], each row's last token.
+        hidden: float32 [B, H], what the last block left.
         memory: float32 [L, B, H].
         first, end: int32 [B].
     """
@@ -102,13 +103,14 @@ class State(NamedTuple):
     step: Any
     filler: Any
     tokens: Any
+    hidden: Any
     memory: Any
     first: Any
     end: Any
 
 
 rows, rows_of_layers = NamedSharding(mesh, P("ep")), NamedSharding(mesh, P(None, "ep"))
-shardings = State(everywhere, everywhere, rows, rows_of_layers, rows, rows)
+shardings = State(everywhere, everywhere, rows, rows, rows_of_layers, rows, rows)
 
 
 def initial_state(filler: int) -> State:
@@ -117,8 +119,9 @@ def initial_state(filler: int) -> State:
     first = rng.integers(0, STEPS // 2, BATCH, np.int32)
     end = first + rng.integers(4, 17, BATCH, np.int32)
     words = rng.integers(0, VOCABULARY, BATCH, np.int32)
+    hidden = np.zeros((BATCH, HIDDEN), np.float32)
     memory = np.zeros((LAYERS, BATCH, HIDDEN), np.float32)
-    state = State(np.int32(0), np.int32(filler), words, memory, first, end)
+    state = State(np.int32(0), np.int32(filler), words, hidden, memory, first, end)
     return jax.device_put(state, shardings)
 
 
@@ -130,10 +133,11 @@ def decode(parameters: nnx.State, state: State) -> tuple[State, jax.Array]:
     """One token more for each sequence, and how many there are."""
     real = (state.first <= state.step) & (state.step < state.end)
     tokens = jnp.where(real, state.tokens, state.filler)
-    tokens, memory = nnx.merge(graph, parameters)(tokens, state.memory, ~real)
+    tokens, hidden, memory = nnx.merge(graph, parameters)(tokens, state.memory, ~real)
     after = state._replace(
         step=state.step + 1,
         tokens=jnp.where(real, tokens, state.tokens),
+        hidden=jnp.where(real[:, None], hidden, state.hidden),
         memory=jnp.where(real[None, :, None], memory, state.memory),
     )
     return after, real.sum(dtype=jnp.int32)
@@ -177,7 +181,8 @@ print("real tokens by step:", *counts)
 print(f"row 0, steps {first} to {end - 1}:", *tokens[first:end, 0])
 
 same = tokens.tobytes() == others.tobytes()
-same &= np.asarray(state.memory).tobytes() == np.asarray(other.memory).tobytes()
+for name in ("hidden", "memory"):
+    same &= np.asarray(getattr(state, name)).tobytes() == np.asarray(getattr(other, name)).tobytes()
 print("NaN in rows without a sequence:", "no bit differs" if same else "bits differ")
 check(same, "NaN in rows without a sequence to change nothing")
 
