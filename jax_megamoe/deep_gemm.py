@@ -126,8 +126,10 @@ def find_route(
     *,
     num_ranks: int = 1,
     weights: ExpertWeights | None = None,
+    num_tokens: int = 0,
 ) -> Route:
-    """The route of a config's calls over `groups` of devices, its buffer allocated.
+    """The route of a config's calls over `groups` of devices, its kernels compiled and its buffer
+    allocated.
 
     Args:
         config: the layer.
@@ -138,11 +140,15 @@ def find_route(
         weights: the parameters, checked before anything is allocated; NVFP4's row order says whose
             kernel they are for, and sgl's leaves a shared expert to the caller, with one line in
             the log. None: any in the config's default order.
+        num_tokens: rows of a rank's call, whose kernels are compiled before anything is allocated;
+            0: none are yet.
 
     Raises:
         NotImplementedError, ValueError, RuntimeError: as `allocate_buffers`; parameters that no
             kernel takes.
         ImportError: the compiled module is missing.
+        BuildError: a kernel cannot be had; `MissingDependency` where its source or a compiler is
+            not installed.
     """
     _extension.module()
     device = jax.local_devices()[0] if groups is None else groups[0][0]
@@ -161,11 +167,23 @@ def find_route(
     names = "none" if axis is None else axis if isinstance(axis, str) else "+".join(axis)
     name = f"{names}/{ranks}/{num_bytes}/"
     if groups is None:
-        return Route(spec, source, ranks, _allocated_key(name), fuses)
-    ids = [[device.id for device in group] for group in groups]
-    key = name + hashlib.sha256(str(ids).encode()).hexdigest()[:16]
-    symmetric_memory.allocate(key, num_bytes, groups)
-    return Route(spec, source, ranks, key, fuses)
+        key = _allocated_key(name)
+    else:
+        ids = [[device.id for device in group] for group in groups]
+        key = name + hashlib.sha256(str(ids).encode()).hexdigest()[:16]
+    route = Route(spec, source, ranks, key, fuses)
+    if num_tokens:
+        _build(route.plan(config, num_tokens))
+    if groups is not None:
+        symmetric_memory.allocate(key, num_bytes, groups)
+    return route
+
+
+def _build(plan: LaunchPlan) -> None:
+    """Has the kernels of a plan compiled, or read from the cache."""
+    for step in plan.steps:
+        if isinstance(step, KernelLaunch):
+            compiler.build(step.kernel)
 
 
 def runnable_layout(config: MoEConfig, layout: str, device: jax.Device) -> str:
@@ -355,9 +373,7 @@ def moe(
         max_input_scale=weights.max_input_scale,
     )
     results |= {name: jax.ShapeDtypeStruct(*like) for name, *like in plan.scratch}
-    for step in plan.steps:
-        if isinstance(step, KernelLaunch):
-            compiler.build(step.kernel)
+    _build(plan)
     out = launcher.launch(plan, operands, results, buffer_key=route.buffer_key, command_buffer=True)
     return out["y"], out.get("stats")
 

@@ -296,6 +296,11 @@ def _deep_gemm(call: Call, weights: ExpertWeights, x: Any) -> Call:
     else:
         groups = None
     route = deep_gemm.find_route(
-        call.config, groups, place.axis, num_ranks=place.num_ranks, weights=weights
+        call.config,
+        groups,
+        place.axis,
+        num_ranks=place.num_ranks,
+        weights=weights,
+        num_tokens=x.shape[0] if place.inside else x.shape[0] // place.num_ranks,
     )
     return call._replace(implementation="deep_gemm", route=route)
