@@ -279,7 +279,7 @@ class MegaMoEBlock(nnx.Module):
         tensors = BlockTensors(checkpoint, layer_index, prefix=prefix)
         router = self.router.read(tensors)
         shared = {} if self.shared_expert is None else self.shared_expert.read(tensors)
-        tensors.check_all_taken(fused_shared=self.shared_expert is None)
+        tensors.check_all_taken(fused_shared=self.config.num_shared_experts > 0)
         experts = load_experts(
             self.config,
             tensors.checkpoint,

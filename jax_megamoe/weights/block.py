@@ -74,7 +74,7 @@ class BlockTensors:
         """The tensor of the first of these names that is there.
 
         Raises:
-            ValueError: none is, or another shape.
+            ValueError: none is, another shape, or a value that is not finite.
             TypeError: another dtype.
         """
         for name in names:
@@ -84,7 +84,10 @@ class BlockTensors:
                 where = f"{tensor.name} in {tensor.origin}"
                 _checks.shape(where, tensor, shape)
                 _checks.dtype(where, tensor, list(dtypes))
-                return tensor.read()
+                array = tensor.read()
+                if not np.isfinite(array.astype(np.float32)).all():
+                    raise ValueError(_checks.message(where, "finite values", "NaN or infinity"))
+                return array
         expected = f"a tensor {' or '.join(names)}"
         raise ValueError(_checks.message(self.prefix, expected, f"none of {self._listed()}"))
 
@@ -96,10 +99,13 @@ class BlockTensors:
             ValueError: a tensor missing, unknown or of a wrong shape.
             TypeError: a tensor of a wrong dtype.
         """
-        names = {name for name in self._names if name.startswith(_SHARED)}
-        self._taken |= names
+        names = [name for name in self._names if name.startswith(_SHARED)]
+        if not names:
+            expected = "a shared expert, shared_experts. or shared_expert."
+            raise ValueError(_checks.message(self.prefix, expected, f"none of {self._listed()}"))
+        self._taken.update(names)
         # Read as the one expert of a layer of its own, whose names have its number.
-        prefix = f"{self.prefix}.shared"
+        prefix = f"{self.prefix}.{names[0].partition('.')[0]}"
         pairs = {
             f"{prefix}.0.{name.partition('.')[2]}": self._tensor(name).read() for name in names
         }
