@@ -165,7 +165,11 @@ def shorten(path):
     ("file", "damage", "fault"),
     [
         ("vllm/third_party/deep_gemm/include/cutlass/version.h", remove, "no {}"),
-        ("vllm/third_party/deep_gemm/include/deep_gemm/impls/kernel.cuh", shorten, "other contents of {}"),
+        (
+            "vllm/third_party/deep_gemm/include/deep_gemm/impls/kernel.cuh",
+            shorten,
+            "other contents of {}",
+        ),
         ("vllm-0.33.0.dist-info/licenses/LICENSE", remove, "no {}"),
         ("manifest.json", remove, "no intact {}"),
         ("manifest.json", shorten, "no intact {}"),
