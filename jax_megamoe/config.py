@@ -15,6 +15,9 @@ from jax_megamoe.formats import MXFP4, WeightFormat, as_weight_format
 SIZE_MULTIPLE = 128
 """hidden_size and intermediate_size are multiples of this in every format."""
 
+SGL_SWIGLU = {(1.0, 0.0): "swiglu", (1.702, 1.0): "swigluoai"}
+"""sgl's name of SwiGLU by (alpha, beta): its kernels have these alone."""
+
 _ACTIVATION_DEFAULTS = {"swiglu": (1.0, 0.0), "situ": (4.0, 25.0)}
 
 

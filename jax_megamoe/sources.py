@@ -144,10 +144,9 @@ def preferences(kinds: Iterable[Cell]) -> Table:
 
 
 def _order(kind: Cell) -> str:
-    others = [name for name in kind.able if name != kind.preferred]
     if kind.preferred is None:
-        return f"{', '.join(others)}, if asked for" if others else "none"
-    return ", ".join([kind.preferred, *others])
+        return "none"
+    return ", ".join([kind.preferred, *(name for name in kind.able if name != kind.preferred)])
 
 
 def print_fetched(console: Console, name: str, version: str | None) -> None:

@@ -240,6 +240,7 @@ def test_check_supported_names_the_source(emulation: Emulation) -> None:
     assert mm.check_supported(config("mxfp4"), device, 8) == "sgl"
     assert mm.check_supported(config("mxfp4", kernel_source="vllm"), device, 16) == "vllm"
     odd = mm.Activation("swiglu", alpha=1.5)
-    assert mm.check_supported(config("mxfp4", activation=odd), device) == "vllm"
+    for form in ("mxfp4", "nvfp4", "bf16"):
+        assert mm.check_supported(config(form, activation=odd), device) == "vllm"
     emulation.device = H200
     assert mm.check_supported(config("fp8_block", hidden_size=512), device, 16) == "sgl"

@@ -44,7 +44,7 @@ def test_every_kind_of_layer() -> None:
         assert runs.pop(("fp8_block", None, activation)) == none
     for activation in ("swiglu", "GPT-OSS's swiglu"):
         assert runs.pop(("nvfp4", None, activation)) == both
-    assert runs.pop(("nvfp4", None, "any alpha, beta")) == (None, ("vllm",))
+    assert runs.pop(("nvfp4", None, "any alpha, beta")) == vllm
     for shared in ("mxfp8", "bf16"):
         for activation in ("swiglu", "GPT-OSS's swiglu", "any alpha, beta"):
             assert runs.pop(("nvfp4", shared, activation)) == vllm
@@ -60,15 +60,13 @@ def test_preferences_join_what_is_alike(console: Console) -> None:
         Cell("one", "bf16", "situ", "sgl", ("sgl", "vllm")),
         Cell("one", "bf16", "any", "vllm", ("vllm",)),
         Cell("two", None, "swiglu", "sgl", ("sgl",)),
-        Cell("two", None, "any", None, ("vllm",)),
         Cell("two", "mxfp8", "swiglu", None, ()),
     ]
     console.print(preferences(kinds))
     assert words(console)[4:-1] == [
         "one none, bf16 swiglu; situ sgl, vllm",
         "one none, bf16 any vllm",
-        "two none swiglu sgl",
-        "two none any vllm, if asked for",
+        "two none all sgl",
         "two mxfp8 all none",
     ]
 

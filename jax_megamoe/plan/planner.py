@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from jax_megamoe import _checks
-from jax_megamoe.config import Activation, MoEConfig
+from jax_megamoe.config import SGL_SWIGLU, Activation, MoEConfig
 from jax_megamoe.plan import (
     heuristics,
     limits,
@@ -34,7 +34,6 @@ from jax_megamoe.plan.symmetric_buffer import (
 SOURCES = ("sgl", "vllm")
 """Sources of kernels, the preferred one first."""
 
-_SGL_SWIGLU = {(1.0, 0.0): "swiglu", (1.702, 1.0): "swigluoai"}
 _SGL_SITU = (4.0, 25.0)
 STAGINGS = ("source", "jax_megamoe", "none")
 """Who stages a call's inputs: a kernel of the kernel's source, this package's, or the caller."""
@@ -161,7 +160,7 @@ def _activation(activation: Activation, source: str) -> str | None:
         return activation.name
     if activation.name == "situ":
         return "situ" if parameters == _SGL_SITU else None
-    return _SGL_SWIGLU.get(parameters)
+    return SGL_SWIGLU.get(parameters)
 
 
 def _problem(config: MoEConfig, num_tokens: int, num_ranks: int, source: str) -> Problem:
@@ -199,7 +198,7 @@ def _violations(
     if sm90 and source != "sgl":
         yield NotImplementedError(_checks.message("source", "sgl for fp8_block", source))
     if _activation(config.activation, source) is None:
-        known = f"(alpha, beta) one of {[*_SGL_SWIGLU]} for swiglu, {_SGL_SITU} for situ"
+        known = f"(alpha, beta) one of {[*SGL_SWIGLU]} for swiglu, {_SGL_SITU} for situ"
         got = f"{config.activation.name} {config.activation.alpha, config.activation.beta}"
         hint = "the vllm source takes any"
         yield NotImplementedError(_checks.message("activation of sgl", known, got, hint))

@@ -9,7 +9,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_megamoe import _checks
-from jax_megamoe.config import MoEConfig
+from jax_megamoe.config import SGL_SWIGLU, MoEConfig
 from jax_megamoe.formats import WEIGHT_FORMATS, WeightSpec
 
 INTERLEAVE_8 = "interleave8"
@@ -135,12 +135,14 @@ def with_max_input_scale(weights: ExpertWeights) -> ExpertWeights:
 def default_layout(config: MoEConfig) -> str:
     """The w13 row order that the config's kernels read.
 
-    NVFP4's differs by kernel source: sgl's unless another is named or a fused shared expert, which
-    only vllm's kernel takes, is asked for.
+    NVFP4's differs by kernel source: sgl's unless another is named, or a fused shared expert or an
+    activation is asked for that only vllm's kernel has.
     """
     if config.weight_format.name != "nvfp4":
         return INTERLEAVE_8
-    source = config.kernel_source or ("vllm" if config.num_shared_experts else "sgl")
+    parameters = config.activation.alpha, config.activation.beta
+    on_sgl = not config.num_shared_experts and parameters in SGL_SWIGLU
+    source = config.kernel_source or ("sgl" if on_sgl else "vllm")
     return SGL_FP4 if source == "sgl" else INTERLEAVE_8
 
 
