@@ -18,6 +18,7 @@ from jax_megamoe.eplb import rebalance as rebalance
 from jax_megamoe.eplb import record_loads as record_loads
 from jax_megamoe.eplb import replica_map as replica_map
 from jax_megamoe.eplb import solve_placement as solve_placement
+from jax_megamoe.exporting import register as _register_pytrees
 from jax_megamoe.formats import BF16 as BF16
 from jax_megamoe.formats import FP8_BLOCK as FP8_BLOCK
 from jax_megamoe.formats import MXFP4 as MXFP4
@@ -40,6 +41,8 @@ from jax_megamoe.weights.experts import to_layout as to_layout
 from jax_megamoe.weights.params import ExpertWeights as ExpertWeights
 
 __version__ = "0.1.0"
+
+_register_pytrees()
 
 if TYPE_CHECKING:
     from jax_megamoe.block import MegaMoEBlock as MegaMoEBlock

@@ -1,6 +1,5 @@
-"""op.py: the ways to call `mega_moe`, padding, and what the compiled program holds."""
+"""op.py: the ways to call `mega_moe`, and padding."""
 
-import re
 from functools import partial
 from typing import Any
 
@@ -347,63 +346,3 @@ def test_an_overflowing_expert_stays_in_its_tokens(form: str) -> None:
     y = host(mm.mega_moe(x, ids, jnp.zeros_like(factors), weights, config=cfg))
     assert not y[0].any() and not y[4:].any()
     assert not np.isfinite(y[1:4]).all()
-
-
-# The compiled program.
-
-
-def compiled_text(cfg: mm.MoEConfig, kind: AxisType, implementation: str) -> str:
-    mesh, weights = cases.ep_mesh(8, kind), cases.weights(cfg)
-    inputs = sharded(cases.tokens(cfg, 64), (P("ep"), P("ep"), P("ep")), mesh)
-    weights = sharded(weights, weights.partition_specs("ep"), mesh)
-    place = dict(mesh=mesh, axis="ep", implementation=implementation)
-    call = jax.jit(partial(mm.mega_moe, config=cfg, return_stats=True, **place))
-    return call.lower(*inputs, weights).compile().as_text()
-
-
-def collectives(text: str) -> dict[str, list[str]]:
-    """Results of the collective operations in an HLO text, by name."""
-    found: dict[str, list[str]] = {}
-    pattern = r"^.*? = (.*) (all-[a-z-]+|reduce-scatter|collective-[a-z-]+)\("
-    for result, name in re.findall(pattern, text, re.MULTILINE):
-        found.setdefault(name.removesuffix("-start"), []).append(result)
-    return found
-
-
-@KINDS
-@pytest.mark.parametrize("form", cases.FORMATS)
-def test_no_parameter_is_gathered(form: str, kind: AxisType) -> None:
-    cfg = cases.config(form, num_shared_experts=int(form in cases.FUSING), max_num_tokens=8)
-    found = collectives(compiled_text(cfg, kind, "xla"))
-    assert "all-to-all" in found
-    assert not found.keys() & {"all-gather", "collective-permute"}, found
-    # Counts, rounds and NVFP4's input scale are reduced; nothing as long as a matrix is.
-    for shapes in found.get("all-reduce", []) + found.get("reduce-scatter", []):
-        assert all(int(size) <= cfg.num_experts for size in re.findall(r"\[(\d+)", shapes)), shapes
-
-
-def test_reference_gathers_tokens_and_no_parameters() -> None:
-    cfg = cases.config("nvfp4", max_num_tokens=8)
-    gathered = collectives(compiled_text(cfg, AxisType.Auto, "reference"))["all-gather"]
-    sizes = {
-        tuple(map(int, s.split(","))) for g in gathered for s in re.findall(r"\[([\d,]+)\]", g)
-    }
-    assert sizes and all(size[0] == 64 for size in sizes), sizes
-
-
-@pytest.mark.parametrize("jitted", [True, False])
-def test_second_call_does_not_retrace(jitted: bool, caplog: pytest.LogCaptureFixture) -> None:
-    cfg = cases.config("mxfp8", num_shared_experts=1)
-    mesh = cases.ep_mesh(4)
-    call = partial(mm.mega_moe, config=cfg, mesh=mesh, axis="ep", return_stats=True)
-    call = jax.jit(call) if jitted else call
-    x, ids, factors = cases.tokens(cfg, TOKENS)
-    mask = jnp.zeros(TOKENS, bool)
-    call(x, ids, factors, cases.weights(cfg), padding_mask=mask)
-    again = cases.config("mxfp8", num_shared_experts=1)
-    assert again == cfg and hash(again) == hash(cfg)
-    with jax.log_compiles(), caplog.at_level("WARNING"):
-        call(x + x, (ids + 1) % 16, factors, cases.weights(cfg), padding_mask=~mask)
-    compiled = [record.message for record in caplog.records if "mega_moe" in record.message]
-    compiled += [record.message for record in caplog.records if "_run" in record.message]
-    assert not compiled
