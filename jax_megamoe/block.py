@@ -28,7 +28,7 @@ from jax_megamoe.weights.block import BlockTensors
 from jax_megamoe.weights.checkpoint import Pairs, load_experts
 from jax_megamoe.weights.experts import random_experts
 from jax_megamoe.weights.params import ExpertWeights, parameter_shapes
-from jax_megamoe.weights.select import select_format
+from jax_megamoe.weights.select import select_format, stored_scheme
 
 _log = logging.getLogger("jax_megamoe")
 
@@ -158,8 +158,7 @@ class MegaMoEBlock(nnx.Module):
         raw = read_hf_config(hf_config)
         spec = block_spec(raw, layer_index)
         device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
-        prefix = "" if layer_index is None else f"{spec.prefix.format(layer_index)}.experts"
-        form = select_format(raw, device, weight_format, prefix=prefix)
+        form = _format(raw, spec.prefix, layer_index, device, weight_format)
         hidden_size, intermediate_size = spec.padded_sizes
         logical = spec.router.num_experts
         sizes: dict[str, Any] = dict(
@@ -223,7 +222,8 @@ class MegaMoEBlock(nnx.Module):
         Raises:
             ValueError, TypeError: x, ids or mask that do not fit, and as `mega_moe`.
         """
-        _checks.shape("x", x, (*("batch",) * (x.ndim - 1), self.hidden_size))
+        batch = getattr(x, "ndim", 1) - 1
+        _checks.shape("x", x, (*("batch",) * batch, self.hidden_size))
         lead = x.shape[:-1]
         per_token = dict(token_ids=token_ids, padding_mask=padding_mask)
         for argument, array in per_token.items():
@@ -233,7 +233,7 @@ class MegaMoEBlock(nnx.Module):
         rows = x.reshape(-1, self.hidden_size)
         with jax.named_scope("mega_moe_block/router"):
             place = place_of(self.config, self.experts.mesh, self.experts.axis)
-            routing = self.router(rows, per_token["token_ids"], place)
+            routing = self.router(rows, **per_token, place=place)
         result = self.experts(
             _widened(rows, self.config),
             *routing,
@@ -323,6 +323,20 @@ class MegaMoEBlock(nnx.Module):
         if has != wanted:
             words = {True: "biases of the experts", False: "no biases of the experts"}
             raise ValueError(_checks.message(prefix, words[wanted], words[has]))
+
+
+def _format(
+    hf_config: Mapping[str, Any],
+    prefix: str,
+    layer_index: int | None,
+    device: jax.Device,
+    forced: str | WeightFormat | None,
+) -> WeightFormat:
+    """`select_format`; of layers that are stored alike, its warning says the same for each."""
+    experts = "" if layer_index is None else f"{prefix.format(layer_index)}.experts"
+    if forced is None and stored_scheme(hf_config, experts) == stored_scheme(hf_config):
+        experts = ""
+    return select_format(hf_config, device, forced, prefix=experts)
 
 
 def _widened(rows: Array, config: MoEConfig) -> Array:

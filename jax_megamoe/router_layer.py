@@ -9,12 +9,12 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, BFloat16, Int32
+from jaxtyping import Array, BFloat16, Bool, Int32
 
 from jax_megamoe import _checks
 from jax_megamoe.replicated import replicated
 from jax_megamoe.router import Router, RouterParams, Routing, check_route, route
-from jax_megamoe.transforms import Place
+from jax_megamoe.transforms import Place, zero_padding
 from jax_megamoe.weights.block import BlockTensors
 
 
@@ -62,7 +62,9 @@ class RouterLayer(nnx.Module):
     def __call__(
         self,
         x: BFloat16[Array, "tokens hidden"],
-        token_ids: Int32[Array, " tokens"] | None,
+        *,
+        token_ids: Int32[Array, " tokens"] | None = None,
+        padding_mask: Bool[Array, " tokens"] | None = None,
         place: Place,
     ) -> Routing:
         """`route`; over a mesh each rank its own rows.
@@ -70,24 +72,26 @@ class RouterLayer(nnx.Module):
         Args:
             x: bfloat16 [T, H].
             token_ids: int32 [T], for a router with a table.
+            padding_mask: bool [T], True for rows that are no tokens: routed as zeros, so that what
+                they hold reaches no gradient.
             place: where the experts run.
 
         Raises:
             ValueError, TypeError: as `route`; or parameters that were not loaded.
         """
-        params, settings = self.params, self.settings
-        check_route(x, params, settings, token_ids)
-        local = partial(_route, settings=settings)
+        params = self.params
+        check_route(x, params, self.settings, token_ids)
+        local = partial(_route, settings=self.settings)
+        tokens = (x, token_ids, padding_mask)
         if place.mesh is None or place.inside:
-            return local(x, token_ids, params)
+            return local(tokens, params)
         _checks.multiple("x rows", len(x), place.num_ranks, "pad x and mask the padding")
         rows = P(place.axis)
         if any(kind == AxisType.Explicit for kind in place.mesh.axis_types):
-            x, token_ids = jax.reshard((x, token_ids), NamedSharding(place.mesh, rows))
-        over_ranks = jax.shard_map(
-            local, mesh=place.mesh, in_specs=(rows, rows, P()), out_specs=rows
+            tokens = jax.reshard(tokens, NamedSharding(place.mesh, rows))
+        return jax.shard_map(local, mesh=place.mesh, in_specs=(rows, P()), out_specs=rows)(
+            tokens, params
         )
-        return over_ranks(x, token_ids, params)
 
     def read(self, tensors: BlockTensors) -> dict[str, np.ndarray]:
         """The arrays of a checkpoint, by attribute. The weight keeps the precision it is stored in,
@@ -123,5 +127,8 @@ def _drawn_table(settings: Router, rngs: nnx.Rngs) -> Int32[Array, "ids top_k"]:
     return (first + jnp.arange(settings.top_k)[None]) % settings.num_experts
 
 
-def _route(x: Array, token_ids: Array | None, params: RouterParams, *, settings: Router) -> Routing:
-    return route(x, params, settings, token_ids=token_ids)
+def _route(
+    tokens: tuple[Array, Array | None, Array | None], params: RouterParams, *, settings: Router
+) -> Routing:
+    x, token_ids, padding_mask = tokens
+    return route(zero_padding(x, padding_mask), params, settings, token_ids=token_ids)

@@ -5,13 +5,16 @@ Needs torch and transformers (``pip install '.[transformers]'``), on the CPU:
 ``python tests/record_transformers.py``
 """
 
+from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import transformers_cases
+from transformers import AutoModelForCausalLM
 from transformers_cases import CASES, RECORDS, Case
 
 
@@ -47,15 +50,9 @@ def run(case: Case, dtype: torch.dtype) -> Output:
     router = block.router if folder == "gpt_oss" else block.gate
     seen: list[Any] = []
     router.register_forward_hook(lambda module, args, output: seen.append(output))
-    x, token_ids = transformers_cases.inputs(case)
-    arguments = [torch.tensor(x.astype(np.float32)).to(dtype)[None]]
-    if case.name == "deepseek_v4_hashed":
-        arguments.append(torch.tensor(token_ids)[None])
-    with torch.no_grad():
-        y = block(*arguments)
-    y = y[0] if isinstance(y, tuple) else y
+    y = _output(block, case, dtype)
     _, weights, ids = seen[0]
-    return Output(y[0].float().numpy(), ids.numpy(), weights.float().numpy())
+    return Output(y, ids.numpy(), weights.float().numpy())
 
 
 def config_of(case: Case) -> Any:
@@ -98,6 +95,59 @@ def _torch(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(array)
     wide = torch.tensor(array.astype(np.float32))
     return wide if array.dtype == np.float32 else wide.to(dtype)
+
+
+_ATTENTION: dict[str, dict[str, int]] = dict(
+    deepseek_v3=dict(
+        q_lora_rank=32, kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16
+    ),
+    deepseek_v4=dict(
+        num_key_value_heads=1,
+        head_dim=32,
+        q_lora_rank=32,
+        o_groups=2,
+        o_lora_rank=32,
+        index_n_heads=2,
+        index_head_dim=16,
+    ),
+    gpt_oss=dict(head_dim=32),
+    qwen3_moe=dict(head_dim=32),
+    qwen3_next=dict(
+        head_dim=32,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+    ),
+)
+"""Small sizes of what is beside the MoE blocks, by folder of transformers' models."""
+
+
+def save_model(case: Case, folder: Path) -> np.ndarray:
+    """Saves a whole model of the family with parameters that transformers drew, as bfloat16.
+
+    Returns:
+        float32 y [T, H] of the case's layer in float32, for the case's inputs.
+    """
+    sizes = dict(num_attention_heads=4, num_key_value_heads=4, vocab_size=64)
+    changes = sizes | _ATTENTION[case.block.split(".")[0]]
+    config = config_of(replace(case, hf_config=case.hf_config | changes))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    block = model.model.layers[case.layer_index].mlp.float().eval()
+    return _output(block, case, torch.float32)
+
+
+def _output(block: torch.nn.Module, case: Case, dtype: torch.dtype) -> np.ndarray:
+    x, token_ids = transformers_cases.inputs(case)
+    arguments = [torch.tensor(x.astype(np.float32)).to(dtype)[None]]
+    if case.name == "deepseek_v4_hashed":
+        arguments.append(torch.tensor(token_ids)[None])
+    with torch.no_grad():
+        y = block(*arguments)
+    y = y[0] if isinstance(y, tuple) else y
+    return y[0].float().numpy()
 
 
 def record(case: Case) -> None:

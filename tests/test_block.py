@@ -220,14 +220,17 @@ def test_named_scopes_reach_the_compiled_program() -> None:
 
 
 def test_gradients_reach_x_the_router_and_the_shared_expert() -> None:
+    """And nothing that a padded row holds reaches them."""
     block = block_of("qwen3_next", "bf16", implementation="xla")
     trained = nnx.All(nnx.Param, lambda path, _: path[0] != "experts")
     graph, floats, rest = nnx.split(block, trained, ...)
 
     def loss(floats: Any, x: jax.Array) -> jax.Array:
-        return (nnx.merge(graph, floats, rest)(x).astype(jnp.float32) ** 2).sum()
+        y = nnx.merge(graph, floats, rest)(x, padding_mask=jnp.arange(TOKENS) == 5)
+        return (y.astype(jnp.float32) ** 2).sum()
 
-    grads, dx = jax.grad(loss, (0, 1))(floats, tokens(block)["x"])
+    dirty = tokens(block)["x"].at[5].set(jnp.nan)
+    grads, dx = jax.grad(loss, (0, 1))(floats, dirty)
     for grad in [*jax.tree.leaves(grads), dx]:
         assert np.isfinite(host(grad)).all() and host(grad).any()
     assert {path[-1] for path, _ in nnx.to_flat_state(grads)} == {

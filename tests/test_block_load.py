@@ -234,7 +234,7 @@ class TestErrors:
     @staticmethod
     def refused(
         name: str,
-        tensors: dict[str, Any],
+        tensors: Any,
         message: str,
         kind: type[Exception] = ValueError,
         layer_index: int = 1,
@@ -397,6 +397,11 @@ class TestErrors:
         case = BY_NAME[name]
         tensors = tensors_of(name) | {f"{case.prefix}.{tensor}": value}
         self.refused(name, tensors, message, kind, layer_index=case.layer_index)
+
+    def test_a_tensor_twice(self) -> None:
+        pairs = [*tensors_of("qwen3_moe").items()] * 2
+        message = f"{V3}.gate.weight: expected each tensor once, got it twice"
+        self.refused("qwen3_moe", pairs, message)
 
     def test_packed_int4(self, tmp_path: Path) -> None:
         config = dict(quantization_config=dict(quant_method="awq", bits=4))

@@ -133,6 +133,25 @@ def test_text_model_of_several() -> None:
     assert read_hf_config(outer) == text | dict(quantization_config=beside)
 
 
+def test_excluded_layers_are_bf16_and_the_rest_warns_alike() -> None:
+    quantization = HF_CONFIGS[V3]["quantization_config"]
+    excluding = quantization | dict(modules_to_not_convert=["model.layers.5.mlp"])
+    hf_config = HF_CONFIGS[V3] | dict(quantization_config=excluding)
+
+    def form_of(layer_index: int) -> tuple[str, list[str]]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            block = mm.MegaMoEBlock.from_config(
+                hf_config, layer_index=layer_index, max_num_tokens=8
+            )
+        return block.config.weight_format.name, [str(each.message) for each in caught]
+
+    assert form_of(5) == ("bf16", [])
+    form, said = form_of(6)
+    assert form == "mxfp8" and len(said) == 1 and said[0].startswith("experts: FP8 weights in")
+    assert form_of(7) == (form, said)
+
+
 @pytest.mark.parametrize(
     ("changes", "index", "reason"),
     [

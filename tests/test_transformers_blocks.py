@@ -1,6 +1,7 @@
 """`MegaMoEBlock` against transformers' MoE blocks: records always, live where it is installed."""
 
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 import cases
@@ -62,3 +63,13 @@ def test_live(case: Case) -> None:
     recorded = transformers_blocks.read_record(case)
     np.testing.assert_allclose(held.y, recorded.y, rtol=0, atol=1e-5 * np.abs(recorded.y).max())
     check(case, "bf16", held, hf_config=record_transformers.config_of(case))
+
+
+@LIVE
+@EACH_CASE
+def test_live_model_from_its_folder(case: Case, tmp_path: Path) -> None:
+    """A whole model as transformers saves it: its config.json, its names, its own parameters."""
+    record_transformers = pytest.importorskip("record_transformers")
+    want = record_transformers.save_model(case, tmp_path)
+    y, _ = transformers_blocks.run_block(case, "bf16", tmp_path, tmp_path)
+    assert cases.relative_error(y, want) <= tolerances.ACCURACY["bf16"].layer[1]

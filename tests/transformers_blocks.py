@@ -48,18 +48,19 @@ def read_record(case: Case) -> Record:
 
 
 def run_block(
-    case: Case, form: str, hf_config: Any = None, **options: Any
+    case: Case, form: str, hf_config: Any = None, checkpoint: Any = None
 ) -> tuple[np.ndarray, mm.Routing]:
-    """float32 y [T, H] and the routing, of a block made from the case's config and loaded from its
-    checkpoint."""
+    """float32 y [T, H] and the routing, of a block made from the config and loaded from the
+    checkpoint; None: the case's."""
     block = mm.MegaMoEBlock.from_config(
         case.hf_config if hf_config is None else hf_config,
         layer_index=case.layer_index,
         max_num_tokens=transformers_cases.TOKENS,
         weight_format=form,
-        **options,
     )
-    block.load(transformers_cases.checkpoint(case), case.layer_index)
+    if checkpoint is None:
+        checkpoint = transformers_cases.checkpoint(case)
+    block.load(checkpoint, case.layer_index)
     x, token_ids = transformers_cases.inputs(case)
     ids = None
     if block.router.settings.table_size:
@@ -116,7 +117,8 @@ and 160) are no multiples of 128, as those of the models (2880).
 Written by `PYTHONPATH=. python tests/transformers_blocks.py` from the records in
 `tests/golden/transformers/`, which `tests/record_transformers.py` makes (`pip install
 '.[transformers]'`). `tests/test_transformers_blocks.py` checks the same against
-`tests/tolerances.py`, and against transformers itself where it is installed.
+`tests/tolerances.py`, and where transformers is installed against that itself: its config objects,
+and whole models that its `save_pretrained` wrote, loaded from their folders.
 """
 
 

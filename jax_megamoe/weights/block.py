@@ -55,13 +55,7 @@ class BlockTensors:
             self._source = Checkpoint(checkpoint)
             names: Iterable[str] = self._source.files
         else:
-            items = checkpoint.items() if isinstance(checkpoint, Mapping) else checkpoint
-            layer = f"layers.{layer_index}."
-            self.checkpoint = {
-                name: array
-                for name, array in cast(Iterable[tuple[str, Any]], items)
-                if name.startswith(prefix or layer) or (not prefix and f".{layer}" in name)
-            }
+            self.checkpoint = _of_layer(checkpoint, layer_index, prefix)
             names = self.checkpoint
         self.prefix = _block_of(names, layer_index) if prefix is None else prefix.rstrip(".")
         start = f"{self.prefix}."
@@ -152,6 +146,19 @@ class BlockTensors:
 
     def _listed(self) -> str:
         return str(sorted(name for name in self._names if not name.startswith("experts.")))
+
+
+def _of_layer(pairs: Pairs, layer_index: int, prefix: str | None) -> dict[str, Any]:
+    """The pairs whose names are under the prefix, or in the layer of that index."""
+    items = pairs.items() if isinstance(pairs, Mapping) else pairs
+    layer = re.compile(rf"(.*\.)?layers\.{layer_index}\.")
+    held: dict[str, Any] = {}
+    for name, array in cast(Iterable[tuple[str, Any]], items):
+        if name.startswith(prefix) if prefix else layer.match(name):
+            if name in held:
+                raise ValueError(_checks.message(name, "each tensor once", "it twice"))
+            held[name] = array
+    return held
 
 
 def _block_of(names: Iterable[str], layer_index: int) -> str:
