@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import shapes
 import tolerances
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 import jax_megamoe as mm
 
@@ -144,6 +144,11 @@ def ep_mesh(num_ranks: int, kind: AxisType = AxisType.Auto) -> Mesh:
     """The first devices in one axis, "ep"."""
     devices = jax.devices()[:num_ranks]
     return jax.make_mesh((num_ranks,), ("ep",), axis_types=(kind,), devices=devices)
+
+
+def sharded(tree: Any, specs: Any, mesh: Mesh) -> Any:
+    """The arrays of a tree split over a mesh as a like tree of PartitionSpecs says."""
+    return jax.tree.map(lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec)), tree, specs)
 
 
 def counts_of(topk_ids: np.ndarray, mask: np.ndarray, num_experts: int) -> np.ndarray:

@@ -17,7 +17,6 @@ import pytest
 import recording
 from emulation import Emulation
 from jax import export
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_megamoe as mm
@@ -39,8 +38,7 @@ def call_of(form: str, ranks: int) -> tuple[Callable[..., Any], tuple[Any, ...]]
         return jax.jit(call), inputs
     mesh = cases.ep_mesh(ranks)
     specs = (P("ep"), P("ep"), P("ep"), inputs[3].partition_specs("ep"))
-    place = partial(jax.tree.map, lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec)))
-    return jax.jit(partial(call, mesh=mesh, axis="ep")), place(inputs, specs)
+    return jax.jit(partial(call, mesh=mesh, axis="ep")), cases.sharded(inputs, specs, mesh)
 
 
 def assert_equal(got: Any, want: Any) -> None:

@@ -2,7 +2,6 @@
 
 import re
 from functools import partial
-from typing import Any
 
 import cases
 import emulation as emulated_devices
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 import recording
 from emulation import Emulation
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_megamoe as mm
@@ -24,14 +23,10 @@ KINDS = pytest.mark.parametrize(
 )
 
 
-def sharded(tree: Any, specs: Any, mesh: Mesh) -> Any:
-    return jax.tree.map(lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec)), tree, specs)
-
-
 def compiled_text(cfg: mm.MoEConfig, kind: AxisType, implementation: str) -> str:
     mesh, weights = cases.ep_mesh(8, kind), cases.weights(cfg)
-    inputs = sharded(cases.tokens(cfg, 64), (P("ep"), P("ep"), P("ep")), mesh)
-    weights = sharded(weights, weights.partition_specs("ep"), mesh)
+    inputs = cases.sharded(cases.tokens(cfg, 64), (P("ep"), P("ep"), P("ep")), mesh)
+    weights = cases.sharded(weights, weights.partition_specs("ep"), mesh)
     place = dict(mesh=mesh, axis="ep", implementation=implementation)
     call = jax.jit(partial(mm.mega_moe, config=cfg, return_stats=True, **place))
     return call.lower(*inputs, weights).compile().as_text()

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_megamoe as mm
@@ -31,19 +31,15 @@ def one_device(cfg: mm.MoEConfig, **kwargs: Any) -> Any:
     return call(*cases.tokens(cfg, TOKENS), cases.weights(cfg), **kwargs)
 
 
-def sharded(tree: Any, specs: Any, mesh: Mesh) -> Any:
-    return jax.tree.map(lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec)), tree, specs)
-
-
 # Ways to call.
 
 
 @KINDS
 def test_sharded_arrays_stay_sharded(kind: AxisType) -> None:
     cfg, mesh = cases.config("mxfp4"), cases.ep_mesh(4, kind)
-    inputs = sharded(cases.tokens(cfg, TOKENS), (P("ep"), P("ep"), P("ep")), mesh)
+    inputs = cases.sharded(cases.tokens(cfg, TOKENS), (P("ep"), P("ep"), P("ep")), mesh)
     weights = cases.weights(cfg)
-    weights = sharded(weights, weights.partition_specs("ep"), mesh)
+    weights = cases.sharded(weights, weights.partition_specs("ep"), mesh)
     y, counts = mm.mega_moe(*inputs, weights, config=cfg, mesh=mesh, axis="ep", return_stats=True)
     want, want_counts = one_device(cfg)
     np.testing.assert_array_equal(host(y), host(want))
@@ -171,8 +167,8 @@ def test_scan_over_layers(kind: AxisType | None) -> None:
     if kind is not None:
         mesh = cases.ep_mesh(4, kind)
         place = dict(mesh=mesh, axis="ep")
-        x, ids, factors = sharded((x, ids, factors), (P("ep"),) * 3, mesh)
-        first, second = (sharded(w, w.partition_specs("ep"), mesh) for w in (first, second))
+        x, ids, factors = cases.sharded((x, ids, factors), (P("ep"),) * 3, mesh)
+        first, second = (cases.sharded(w, w.partition_specs("ep"), mesh) for w in (first, second))
     layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), first, second)
     apply = partial(mm.mega_moe, config=cfg, implementation="xla", **place)
 
