@@ -76,10 +76,10 @@ def launch(
             names.index(name): index for index, name in enumerate(result_names) if name in arrays
         },
     )
-    varying = [_varying_axes(array) for array in operands.values()]
+    varying = [varying_axes(array) for array in operands.values()]
     axes: frozenset[str] = frozenset().union(*varying)
-    outputs = call(*(_vary(array, axes) for array in arrays.values()), **attributes)
-    return {name: _vary(y, axes) for name, y in zip(result_names, outputs, strict=True)}
+    outputs = call(*(vary(array, axes) for array in arrays.values()), **attributes)
+    return {name: vary(y, axes) for name, y in zip(result_names, outputs, strict=True)}
 
 
 def program(
@@ -102,15 +102,15 @@ def program(
     return _extension.module().Program(plain)
 
 
-def _varying_axes(array: Any) -> frozenset[str]:
+def varying_axes(array: Any) -> frozenset[str]:
     """Manual mesh axes that `array` varies over; empty outside `shard_map`."""
     return jax.typeof(array).manual_axis_type.varying
 
 
-def _vary(array: Any, axes: frozenset[str]) -> Any:
+def vary(array: Any, axes: frozenset[str]) -> Any:
     """`array`, varying over all of `axes`: what `ffi_call` wants alike of operands, and forgets to
     say of results."""
-    missing = tuple(sorted(axes - _varying_axes(array)))
+    missing = tuple(sorted(axes - varying_axes(array)))
     return lax.pcast(array, missing, to="varying") if missing else array
 
 

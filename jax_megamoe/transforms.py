@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, BFloat16, Bool, Float32, Int32
 
-from jax_megamoe import _checks, deep_gemm, expert, reference, xla
+from jax_megamoe import _checks, deep_gemm, expert, launcher, reference, xla
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.eplb import ReplicaMap
 from jax_megamoe.staging import StagedTokens, quantize_tokens, stage
@@ -95,17 +95,9 @@ def run(tokens: Tokens, parameters: Parameters, *, call: Call) -> Result:
 
 def _varying_alike(tokens: Tokens, parameters: Parameters) -> Tokens:
     """Tokens that vary over every manual axis that any operand does: so does their gradient."""
-
-    def axes(array: Any) -> frozenset[str]:
-        return jax.typeof(array).manual_axis_type.varying
-
-    everything = frozenset[str]().union(*map(axes, jax.tree.leaves((tokens, parameters))))
-
-    def vary(array: Array) -> Array:
-        missing = tuple(sorted(everything - axes(array)))
-        return lax.pcast(array, missing, to="varying") if missing else array
-
-    return jax.tree.map(vary, tokens)
+    arrays = jax.tree.leaves((tokens, parameters))
+    axes: frozenset[str] = frozenset().union(*map(launcher.varying_axes, arrays))
+    return jax.tree.map(lambda array: launcher.vary(array, axes), tokens)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))

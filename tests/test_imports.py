@@ -39,7 +39,7 @@ ALLOWED = {
     "symmetric_memory weights",
     "stats": "_checks config eplb expert staging",
     "exporting": "eplb stats weights",
-    "transforms": "_checks config deep_gemm eplb expert reference staging weights xla",
+    "transforms": "_checks config deep_gemm eplb expert launcher reference staging weights xla",
     "op": "_checks compile config deep_gemm eplb stats symmetric_memory transforms weights",
     "layer": "config deep_gemm eplb op weights",
     "replicated": "",
