@@ -1,10 +1,10 @@
 """The elements that block formats are made of (E2M1, E4M3, UE8M0), and exact float32 arithmetic on
 blocks of them.
 
-Two things stand between XLA and the same bits eager and jitted, and are worked around here. It
-rewrites a division by a constant or by a broadcast into a multiplication (`divide`), and its CPU
-backend takes denormals for zero: block maxima, exponents and scalings are done on the integer bits
-of the floats.
+Three things stand between XLA and the same bits everywhere, eager and jitted, and are worked around
+here. It rewrites a division by a constant or by a broadcast into a multiplication, and on GPUs its
+quotients are off by up to two units in the last place (`divide`). Its CPU backend takes denormals
+for zero: block maxima, exponents and scalings are done on the integer bits of the floats.
 """
 
 from collections.abc import Sequence
@@ -23,6 +23,8 @@ Array = TypeVar("Array", jax.Array, np.ndarray)
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
 
+_MAX_UNITS_OFF = 6
+"""Of an approximate quotient: PTX's div.full.f32 is within 2, and a shift may add one."""
 _INFINITY = 0x7F800000
 _NAN = 0x7FC00000
 _BOUNDARIES = (
@@ -252,13 +254,51 @@ def block_amax(x: jax.Array, axes: Sequence[int], *, skip_nan: bool = False) -> 
 
 
 def divide(a: jax.Array, b: ArrayLike) -> jax.Array:
-    """`a / b`, each quotient correctly rounded.
+    """`a / b`, each quotient correctly rounded, on any backend where it and both are normal.
 
     The barriers hide from XLA that `b` is constant or broadcast, and from what divides by the
     quotient that it is one: 1 / (a / b) would become b / a.
     """
-    divisor = jnp.broadcast_to(jnp.asarray(b, jnp.float32), a.shape)
-    return lax.optimization_barrier(a / lax.optimization_barrier(divisor))
+    divisor = lax.optimization_barrier(jnp.broadcast_to(jnp.asarray(b, jnp.float32), a.shape))
+    quotient = lax.platform_dependent(
+        a, divisor, a / divisor, cpu=lambda a, b, q: q, default=corrected_quotient
+    )
+    return lax.optimization_barrier(quotient)
+
+
+def corrected_quotient(a: jax.Array, b: jax.Array, approximate: jax.Array) -> jax.Array:
+    """`a / b` correctly rounded, from a quotient that is off by a few units in the last place.
+
+    In integers, which no backend rounds. Where `a`, `b` or a / b is no normal float32, the
+    approximate one is returned.
+    """
+    bits_a, bits_b, bits = (lax.bitcast_convert_type(x, jnp.int32) for x in (a, b, approximate))
+
+    def exponent(bits: jax.Array) -> jax.Array:
+        return bits >> 23 & 0xFF
+
+    def significand(bits: jax.Array) -> jax.Array:
+        return bits & 0x7FFFFF | 0x800000
+
+    one = significand(bits_b)
+    low = (significand(bits_a) < one).astype(jnp.int32)
+    expected = exponent(bits_a) - exponent(bits_b) + 127 - low
+    # The significand of the quotient, below 2^24 and from 2^23; in another binade if it is at the
+    # edge of its own.
+    found, off = significand(bits), exponent(bits) - expected
+    found = jnp.where(off > 0, found << 1, jnp.where(off < 0, found >> 1, found))
+    # Both terms wrap around 2^32; what is left of them is small.
+    remainder = (significand(bits_a) << 23 + low) - found * one
+    for _ in range(_MAX_UNITS_OFF):
+        step = jnp.where(remainder < 0, -1, (remainder >= one).astype(jnp.int32))
+        found, remainder = found + step, remainder - step * one
+    up = (2 * remainder > one) | ((2 * remainder == one) & (found & 1 == 1))
+    sign = (bits_a ^ bits_b) & ~0x7FFFFFFF
+    exact = sign | (expected << 23) + (found - 0x800000) + up.astype(jnp.int32)
+    normal = (expected > 0) & (expected < 255)
+    for each in (bits_a, bits_b):
+        normal &= (exponent(each) > 0) & (exponent(each) < 255)
+    return jnp.where(normal, lax.bitcast_convert_type(exact, jnp.float32), approximate)
 
 
 def power_of_two_factors(exponent: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -45,10 +45,13 @@ def round_bf16(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
     return straight_through(x, rounded)
 
 
-def matmul(
-    x: Float[Array, "rows k"], w: Float[Array, "n k"], precision: lax.Precision | None = None
-) -> Float32[Array, "rows n"]:
-    """x @ w.T accumulated in float32."""
+def matmul(x: Float[Array, "rows k"], w: Float[Array, "n k"]) -> Float32[Array, "rows n"]:
+    """x @ w.T accumulated in float32.
+
+    Float32 is multiplied as such, where a GPU would round it to TF32 and a TPU to BF16: it is
+    fp8_block's decoded values, which neither holds.
+    """
+    precision = lax.Precision.HIGHEST if x.dtype == w.dtype == jnp.float32 else None
     contract = (((x.ndim - 1,), (w.ndim - 1,)), ((), ()))
     return lax.dot_general(x, w, contract, precision=precision, preferred_element_type=jnp.float32)
 

@@ -177,7 +177,8 @@ def quantize_nvfp4(
     scales = to_e4m3(jnp.maximum(ratio, block_floor))
     decoded = scales.astype(jnp.float32)
     if reciprocal:
-        inverse = jnp.where(decoded > 0, 1.0 / (decoded * outer), 0.0)
+        product = decoded * outer
+        inverse = jnp.where(decoded > 0, divide(jnp.ones_like(product), product), 0.0)
         codes = encode_e2m1(grouped * inverse)
     else:
         codes = encode_e2m1(grouped, decoded)
@@ -380,7 +381,7 @@ def _cast_e4m3(
 ) -> tuple[jax.Array, jax.Array]:
     largest = jnp.maximum(block_amax(x, axes, skip_nan=True), floor)
     scales = largest * (1 / E4M3_MAX) if by_product else divide(largest, E4M3_MAX)
-    return to_e4m3(x * (1.0 / scales)), scales
+    return to_e4m3(x * divide(jnp.ones_like(scales), scales)), scales
 
 
 def _times_ue8m0(values: jax.Array, exponents: ArrayLike) -> jax.Array:
