@@ -190,20 +190,16 @@ def runnable_layout(config: MoEConfig, layout: str, device: jax.Device) -> str:
     """The row order that parameters of `layout` should have on this machine.
 
     Another one than theirs for NVFP4 on a device that runs it, when the kernel source of theirs is
-    not installed, the other is, and the config forces neither.
+    not installed or cannot, the other can, and the config forces neither.
     """
     other = {SGL_FP4: INTERLEAVE_8, INTERLEAVE_8: SGL_FP4}[layout]
     if config.weight_format.name != "nvfp4" or config.kernel_source is not None:
         return layout
-    try:
-        spec = device_spec(device, config.reserved_sms)
-        compiler.find_source(_kernel_source(_unfused(config), spec, 1, layout))
-    except compiler.MissingDependency:
+    for each in (layout, other):
         with contextlib.suppress(NotImplementedError, ValueError, compiler.MissingDependency):
-            compiler.find_source(_kernel_source(_unfused(config), spec, 1, other))
-            return other
-    except (NotImplementedError, ValueError):
-        pass
+            spec = device_spec(device, config.reserved_sms)
+            compiler.find_source(_kernel_source(_unfused(config), spec, 1, each))
+            return each
     return layout
 
 

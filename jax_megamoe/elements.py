@@ -1,10 +1,11 @@
 """The elements that block formats are made of (E2M1, E4M3, UE8M0), and exact float32 arithmetic on
 blocks of them.
 
-Three things stand between XLA and the same bits everywhere, eager and jitted, and are worked around
+Four things stand between XLA and the same bits everywhere, eager and jitted, and are worked around
 here. It rewrites a division by a constant or by a broadcast into a multiplication, and on GPUs its
-quotients are off by up to two units in the last place (`divide`). Its CPU backend takes denormals
-for zero: block maxima, exponents and scalings are done on the integer bits of the floats.
+quotients are off by up to two units in the last place (`divide`). On GPUs it drops casts there and
+back (`from_e4m3`). Its CPU backend takes denormals for zero: block maxima, exponents and scalings
+are done on the integer bits of the floats.
 """
 
 from collections.abc import Sequence
@@ -200,6 +201,20 @@ def to_e4m3(x: jax.Array) -> jax.Array:
     """float32 as float8_e4m3fn: nearest even, saturating at 448, every NaN the byte 0x7F."""
     finite = jnp.clip(x, -E4M3_MAX, E4M3_MAX)
     return jnp.where(jnp.isnan(x), jnp.nan, finite).astype(jnp.float8_e4m3fn)
+
+
+def from_e4m3(x: ArrayLike) -> jax.Array:
+    """float32 of float8_e4m3fn, by bits.
+
+    Not a cast: XLA's GPU backend drops a pair of casts there and back, and the rounding with it
+    (xla_allow_excess_precision).
+    """
+    byte = lax.bitcast_convert_type(jnp.asarray(x), jnp.uint8).astype(jnp.int32)
+    bits = byte & 0x7F
+    normal = lax.bitcast_convert_type((bits << 20) + (120 << 23), jnp.float32)
+    magnitude = jnp.where(bits < 8, bits.astype(jnp.float32) * jnp.float32(2**-9), normal)
+    magnitude = jnp.where(bits == 0x7F, jnp.float32(jnp.nan), magnitude)
+    return jnp.where(byte >= 0x80, -magnitude, magnitude)
 
 
 def split_blocks(name: str, x: jax.Array, block: int) -> jax.Array:

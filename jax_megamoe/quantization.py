@@ -30,6 +30,7 @@ from jax_megamoe.elements import (
     encode_e2m1,
     expand_scales,
     float32_to_ue8m0,
+    from_e4m3,
     pack_e2m1,
     pack_words,
     power_of_two_above,
@@ -175,7 +176,7 @@ def quantize_nvfp4(
     largest = block_amax(grouped, (-1,))
     ratio = divide(largest, E2M1_MAX * outer) if reciprocal else largest * (1 / E2M1_MAX)
     scales = to_e4m3(jnp.maximum(ratio, block_floor))
-    decoded = scales.astype(jnp.float32)
+    decoded = from_e4m3(scales)
     if reciprocal:
         product = decoded * outer
         inverse = jnp.where(decoded > 0, divide(jnp.ones_like(product), product), 0.0)
@@ -294,7 +295,7 @@ def dequantize_mxfp8(values: ArrayLike, exponents: ArrayLike) -> jax.Array:
         ValueError: the exponents do not tile the values.
     """
     _checks.dtype("values", values, ["float8_e4m3fn"])
-    return _times_ue8m0(jnp.asarray(values).astype(jnp.float32), exponents)
+    return _times_ue8m0(from_e4m3(values), exponents)
 
 
 def dequantize_mxfp4(packed: ArrayLike, exponents: ArrayLike) -> jax.Array:
@@ -320,7 +321,7 @@ def dequantize_nvfp4(packed: ArrayLike, scales: ArrayLike, global_scale: ArrayLi
     """
     _checks.dtype("scales", scales, ["float8_e4m3fn"])
     values = decode_e2m1_pairs(packed).astype(jnp.float32)
-    scales = expand_scales("scales", jnp.asarray(scales).astype(jnp.float32), values.shape)
+    scales = expand_scales("scales", from_e4m3(scales), values.shape)
     return values * scales * _leading("global_scale", global_scale, values.shape, values.ndim)
 
 
@@ -334,7 +335,7 @@ def dequantize_fp8_block(values: ArrayLike, scales: ArrayLike) -> jax.Array:
     """
     _checks.dtype("values", values, ["float8_e4m3fn"])
     _checks.dtype("scales", scales, ["float32"])
-    values = jnp.asarray(values).astype(jnp.float32)
+    values = from_e4m3(values)
     return values * expand_scales("scales", jnp.asarray(scales), values.shape)
 
 

@@ -1,11 +1,15 @@
-"""elements.py: quotients that no backend rounds wrongly. The rest is in test_quantization.py."""
+"""elements.py: what XLA's GPU backend would round otherwise. The rest: test_quantization.py."""
+
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_megamoe.elements import corrected_quotient, divide
+import jax_megamoe as mm
+from jax_megamoe import expert, quantization, staging
+from jax_megamoe.elements import corrected_quotient, divide, from_e4m3
 
 COUNT = 1 << 14
 
@@ -64,3 +68,36 @@ def test_quotients_are_corrected_on_gpus_alone() -> None:
         text = traced.lower(lowering_platforms=(platform,)).as_text()
         assert ("shift_left" in text) == corrected, platform
     np.testing.assert_array_equal(jax.jit(divide)(a, b), np.float32(1) / np.full(8, 3, np.float32))
+
+
+def test_every_e4m3_number() -> None:
+    codes = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn)
+    for decode in (from_e4m3, jax.jit(from_e4m3)):
+        got = np.asarray(decode(codes))
+        want = codes.astype(np.float32)
+        np.testing.assert_array_equal(got, want)
+        same_sign = np.signbit(got) == np.signbit(want)
+        assert same_sign[~np.isnan(want)].all()
+
+
+@pytest.mark.parametrize("form", mm.WEIGHT_FORMATS)
+def test_no_cast_is_undone_by_a_cast(form: str) -> None:
+    """What a GPU would drop: a cast from E4M3 in a program that may have made it of float32."""
+    activation_format = mm.WEIGHT_FORMATS[form].activation_format
+    x = jnp.ones((4, 256), jnp.bfloat16)
+    scale = jnp.float32(0.5) if form == "nvfp4" else None
+
+    def programs(x: jax.Array) -> list[jax.Array]:
+        tokens = staging.quantize_tokens(x, activation_format).decoded()
+        act = x.astype(jnp.float32)
+        second = expert.requantize(act, mm.WEIGHT_FORMATS[form], scale)
+        return [tokens, second]
+
+    text = jax.jit(programs).lower(x).as_text()
+    assert not re.search(r"stablehlo.convert .*f8E4M3FN>\) ->", text)
+
+
+def test_nvfp4_rounds_its_scales_before_it_divides() -> None:
+    text = jax.jit(quantization.quantize_nvfp4).lower(jnp.ones(32), jnp.float32(1)).as_text()
+    assert not re.search(r"stablehlo.convert .*f8E4M3FN>\) ->", text)
+    assert "f8E4M3FN" in text

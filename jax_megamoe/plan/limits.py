@@ -154,7 +154,7 @@ def _features(family: Family, problem: Problem) -> Iterator[Exception]:
                 "shared_format",
                 expected,
                 problem.shared_format,
-                hint if family.source == "sgl" else None,
+                hint if family.source == "sgl" else "",
             )
         )
     if problem.num_shared_experts != problem.fused_shared_experts:

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 import jax
 import numpy as np
@@ -204,7 +205,7 @@ class ParameterBuffers:
     def finish(self) -> ExpertWeights:
         """The parameters on their devices; the buffers are given up one field after another."""
         names = list(self._buffers)
-        arrays = {name: self._placed(name) for name in names}
+        arrays: dict[str, Any] = {name: self._placed(name) for name in names}
         if self._initial is not None:
             return with_max_input_scale(replace(self._initial, **arrays))
         form = self._config.weight_format.name

@@ -99,7 +99,7 @@ def load_converted(
     for name in tensors:
         _checks.one_of(f"tensor in {path.name}", name, ARRAY_FIELDS)
     placement = place(config, mesh, axis)
-    arrays = {name: _mapped(tensor, placement) for name, tensor in tensors.items()}
+    arrays: dict[str, Any] = {name: _mapped(each, placement) for name, each in tensors.items()}
     weights = ExpertWeights(
         **arrays, format=config.weight_format.name, layout=default_layout(config)
     )

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -299,34 +300,23 @@ def to_layout(weights: ExpertWeights, layout: str) -> ExpertWeights:
         return weights
     if weights.format != "nvfp4":
         raise ValueError(_checks.message(f"layout of {weights.format}", INTERLEAVE_8, layout))
-    arrays = dict(weight=weights.w13_weight, scale=weights.w13_weight_scale, bias=weights.w13_bias)
-    moved = _moved_rows(arrays, old=weights.layout, new=layout)
-    return with_max_input_scale(
-        replace(
-            weights,
-            w13_weight=moved["weight"],
-            w13_weight_scale=moved["scale"],
-            w13_bias=moved["bias"],
-            layout=layout,
-            max_input_scale=None,
-        )
-    )
+    names = ("w13_weight", "w13_weight_scale", "w13_bias")
+    arrays = {name: array for name, array in weights.arrays().items() if name in names}
+    moved: dict[str, Any] = _moved_rows(arrays, old=weights.layout, new=layout)
+    return with_max_input_scale(replace(weights, **moved, layout=layout, max_input_scale=None))
 
 
 @partial(jax.jit, static_argnames=("old", "new"))
-def _moved_rows(arrays: dict[str, Array | None], *, old: str, new: str) -> dict[str, Array | None]:
+def _moved_rows(arrays: dict[str, Array], *, old: str, new: str) -> dict[str, Array]:
     """w13's arrays of one layout in another."""
 
-    def moved(rows: Array, axis: int) -> Array:
+    def moved(name: str, rows: Array) -> Array:
+        if name == "w13_weight_scale":
+            return layouts.w13_scale_to_kernel(layouts.w13_scale_from_kernel(rows, old), new)
+        axis = -1 if name == "w13_bias" else -2
         return layouts.w13_to_kernel(layouts.w13_from_kernel(rows, old, axis), new, axis)
 
-    weight, scale, bias = arrays["weight"], arrays["scale"], arrays["bias"]
-    scale_bytes = layouts.w13_scale_from_kernel(scale, old)
-    return dict(
-        weight=moved(weight, -2),
-        scale=layouts.w13_scale_to_kernel(scale_bytes, new),
-        bias=None if bias is None else moved(bias, -1),
-    )
+    return {name: moved(name, rows) for name, rows in arrays.items()}
 
 
 def dequantize_biases(weights: ExpertWeights) -> dict[str, Array]:

@@ -12,6 +12,8 @@ FOLDERS = (ROOT, ROOT / "tests", ROOT / "tests/gpu", ROOT / "benchmarks/gpu")
 NEEDED_GPUS = {
     "benchmarks/gpu/bare_launch.py --quick": 1,
     "tests/gpu/check_sm90.py --quick": 1,
+    "tests/gpu/check_quantization.py": 1,
+    "tests/gpu/check_model.py": 1,
     "tests/gpu/ranks_on_one_gpu.py --quick": 1,
     "tests/gpu/two_processes.py --quick": 1,
     "tests/gpu/check_staging.py --quick": 1,
