@@ -99,7 +99,9 @@ def allocate_buffers(
     """Allocates the symmetric buffer of a config's calls, before the first one.
 
     `mega_moe` does this itself where it is told the mesh. Call it where only the caller's
-    `shard_map` knows the mesh: on every process, in the same order.
+    `shard_map` knows the mesh: on every process, in the same order. A shared expert that the
+    kernel does not run (a function, or one beside sgl's NVFP4) is not in the buffer: allocate for
+    the config with num_shared_experts 0.
 
     Args:
         config: the layer.
