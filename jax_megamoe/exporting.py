@@ -8,6 +8,7 @@ called `allocate_buffers` for the same config and mesh, and have the kernel sour
 not.
 """
 
+import functools
 import json
 from typing import Any
 
@@ -26,6 +27,7 @@ def _decode(data: bytes | bytearray) -> tuple[Any, ...]:
     return tuple(json.loads(data))
 
 
+@functools.cache
 def register() -> None:
     """Registers each pytree under its public name. Once a process, at import."""
     for tree in (ExpertWeights, ReplicaMap, MoEStats):

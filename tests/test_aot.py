@@ -191,3 +191,16 @@ def test_an_exported_launch_runs_where_its_buffer_is(
     )
     with pytest.raises(jax.errors.JaxRuntimeError, match=text):
         jax.block_until_ready(back.call(*inputs))
+
+
+def test_the_package_can_be_reloaded() -> None:
+    """A notebook's autoreload: JAX refuses to register a pytree twice."""
+    program = "import importlib, jax_megamoe; importlib.reload(jax_megamoe); print('again')"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "again\n", done.stderr
