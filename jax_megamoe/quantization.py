@@ -258,8 +258,7 @@ def quantize_tokens_fp8_block(x: ArrayLike) -> tuple[jax.Array, jax.Array]:
 
 
 def requantize_l2_nvfp4(a: ArrayLike, activation_scale: ArrayLike) -> tuple[jax.Array, jax.Array]:
-    """The second matmul's NVFP4 input from `a` [..., K], as vLLM's kernel makes it, under one
-    float32 scale.
+    """The second matmul's NVFP4 input from `a` [..., K] under one float32 scale, as vLLM's kernel.
 
     Raises:
         TypeError: `a` or `activation_scale` has another dtype.
@@ -335,8 +334,7 @@ def dequantize_fp8_block(values: ArrayLike, scales: ArrayLike) -> jax.Array:
     """
     _checks.dtype("values", values, ["float8_e4m3fn"])
     _checks.dtype("scales", scales, ["float32"])
-    values = from_e4m3(values)
-    return values * expand_scales("scales", jnp.asarray(scales), values.shape)
+    return from_e4m3(values) * expand_scales("scales", jnp.asarray(scales), jnp.shape(values))
 
 
 dequantize_tokens_fp8_block = dequantize_fp8_block

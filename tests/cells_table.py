@@ -166,7 +166,9 @@ def summary(statuses: dict[Cell, dict[str, str]]) -> str:
         else:
             columns = ["no kernel", *(_summary(own, source) for source in SOURCES)]
         weights = STORED[form.weight.storage] + SCALED[form.weight.scale]
-        lines.append(f"| `{form.name}` | {weights} | tested on CPU, run on H200 | {' | '.join(columns)} |")
+        lines.append(
+            f"| `{form.name}` | {weights} | tested on CPU, run on H200 | {' | '.join(columns)} |"
+        )
     return "\n".join(lines)
 
 
