@@ -15,6 +15,12 @@ from jax_megamoe.formats import MXFP4, WeightFormat, as_weight_format
 SIZE_MULTIPLE = 128
 """hidden_size and intermediate_size are multiples of this in every format."""
 
+
+def padded_size(size: int) -> int:
+    """The next hidden_size or intermediate_size that `MoEConfig` takes."""
+    return -(-size // SIZE_MULTIPLE) * SIZE_MULTIPLE
+
+
 SGL_SWIGLU = {(1.0, 0.0): "swiglu", (1.702, 1.0): "swigluoai"}
 """sgl's name of SwiGLU by (alpha, beta): its kernels have these alone."""
 

@@ -21,7 +21,7 @@ from jax_megamoe.plan import SOURCES, check_sizes, plan_mega_moe
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.launch import KernelLaunch, LaunchPlan
 from jax_megamoe.plan.staging import Routing
-from jax_megamoe.weights.params import INTERLEAVE_8, SGL_FP4, ExpertWeights, default_layout
+from jax_megamoe.weights.params import NVFP4_LAYOUTS, SGL_FP4, ExpertWeights, default_layout
 
 Axis = str | tuple[str, ...]
 
@@ -194,10 +194,9 @@ def runnable_layout(config: MoEConfig, layout: str, device: jax.Device) -> str:
     Another one than theirs for NVFP4 on a device that runs it, when the kernel source of theirs is
     not installed or cannot, the other can, and the config forces neither.
     """
-    other = {SGL_FP4: INTERLEAVE_8, INTERLEAVE_8: SGL_FP4}[layout]
     if config.weight_format.name != "nvfp4" or config.kernel_source is not None:
         return layout
-    for each in (layout, other):
+    for each in (layout, *NVFP4_LAYOUTS.values()):
         with contextlib.suppress(NotImplementedError, ValueError, compiler.MissingDependency):
             spec = device_spec(device, config.reserved_sms)
             compiler.find_source(_kernel_source(_unfused(config), spec, 1, each))
@@ -234,7 +233,7 @@ def _kernel_source(config: MoEConfig, device: DeviceSpec, num_ranks: int, layout
     """The source of the kernel, whose NVFP4 row order the weights have."""
     nvfp4, source = config.weight_format.name == "nvfp4", config.kernel_source
     if nvfp4 and source is None:
-        source = "sgl" if layout == SGL_FP4 else "vllm"
+        source = next(name for name, order in NVFP4_LAYOUTS.items() if order == layout)
     return check_sizes(config, device, num_ranks, source)
 
 
@@ -257,9 +256,8 @@ def _found_source(config: MoEConfig, device: DeviceSpec, num_ranks: int, first: 
                 continue
             return other
         if config.weight_format.name == "nvfp4" and config.kernel_source is None:
-            layout = SGL_FP4 if first == "vllm" else INTERLEAVE_8
-            other = "sgl" if first == "vllm" else "vllm"
-            call = f"jax_megamoe.to_layout(weights, {layout!r})"
+            other = next(name for name in NVFP4_LAYOUTS if name != first)
+            call = f"jax_megamoe.to_layout(weights, {NVFP4_LAYOUTS[other]!r})"
             raise compiler.MissingDependency(f"{missing}; or {call} for {other}'s kernel") from None
         raise
 
@@ -293,7 +291,7 @@ def _check_parameters(config: MoEConfig, weights: ExpertWeights, source: str) ->
             _checks.message("weights", expected, "w13_bias and w2_bias", "use xla")
         )
     if config.weight_format.name == "nvfp4":
-        layout = SGL_FP4 if source == "sgl" else INTERLEAVE_8
+        layout = NVFP4_LAYOUTS[source]
         if weights.layout != layout:
             raise ValueError(
                 _checks.message(

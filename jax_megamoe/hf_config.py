@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jax_megamoe import _checks
-from jax_megamoe.config import SIZE_MULTIPLE, Activation
+from jax_megamoe.config import Activation, padded_size
 from jax_megamoe.router import Router
 
 HFConfig = Mapping[str, Any]
@@ -51,10 +51,7 @@ class BlockSpec:
     @property
     def padded_sizes(self) -> tuple[int, int]:
         """hidden_size and intermediate_size rounded up to what `MoEConfig` takes."""
-        hidden, inter = self.hidden_size, self.intermediate_size
-        return -(-hidden // SIZE_MULTIPLE) * SIZE_MULTIPLE, -(
-            -inter // SIZE_MULTIPLE
-        ) * SIZE_MULTIPLE
+        return padded_size(self.hidden_size), padded_size(self.intermediate_size)
 
 
 SCORED = "scored"

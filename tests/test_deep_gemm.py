@@ -287,7 +287,9 @@ def test_vllm_takes_nvfp4s_input_scale_by_value(emulation: Emulation) -> None:
     largest = float(weights.w2_input_scale.max())
     assert weights.max_input_scale == largest != 1
     call(cfg, mesh=cases.ep_mesh(4), axis="ep")
-    for launch in emulation.launches("sm100_nvfp4_mega_moe_impl").values():
+    launches = emulation.launches("sm100_nvfp4_mega_moe_impl")
+    assert len(launches) == 4
+    for launch in launches.values():
         assert struct.unpack("<f", bytes.fromhex(launch["parameters"][4]))[0] == largest
         (staging,) = (
             each["parameters"]

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from jax_megamoe import _checks
-from jax_megamoe.config import SIZE_MULTIPLE, MoEConfig
+from jax_megamoe.config import MoEConfig, padded_size
 from jax_megamoe.formats import BF16
 from jax_megamoe.weights.checkpoint import Pairs, load_experts
 from jax_megamoe.weights.experts import dequantize_experts
@@ -106,8 +106,8 @@ class BlockTensors:
         config = MoEConfig(
             num_experts=1,
             top_k=1,
-            hidden_size=_padded(hidden_size),
-            intermediate_size=_padded(intermediate_size),
+            hidden_size=padded_size(hidden_size),
+            intermediate_size=padded_size(intermediate_size),
             max_num_tokens=1,
             weight_format=BF16,
         )
@@ -186,7 +186,3 @@ def _block_of(names: Iterable[str], layer_index: int) -> str:
         raise ValueError(_checks.message(f"layer {layer_index}", "an MoE layer", got))
     expected = f"names with layers.{layer_index}."
     raise ValueError(_checks.message("checkpoint", expected, "none"))
-
-
-def _padded(size: int) -> int:
-    return -(-size // SIZE_MULTIPLE) * SIZE_MULTIPLE

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jax_megamoe import _checks
-from jax_megamoe.config import SIZE_MULTIPLE, MoEConfig
+from jax_megamoe.config import MoEConfig, padded_size
 from jax_megamoe.weights.checkpoint import load_experts
 from jax_megamoe.weights.converted import save_experts
 from jax_megamoe.weights.dialects import Dialect, Role
@@ -118,8 +118,8 @@ def stored_layer(source: Checkpoint, prefix: str, **fields: Any) -> tuple[MoECon
     made: dict[str, Any] = dict(
         num_experts=sizes.num_experts,
         num_logical_experts=sizes.num_experts,
-        hidden_size=_rounded_up(sizes.hidden_size),
-        intermediate_size=_rounded_up(sizes.intermediate_size),
+        hidden_size=padded_size(sizes.hidden_size),
+        intermediate_size=padded_size(sizes.intermediate_size),
         top_k=1,
         max_num_tokens=1,
     )
@@ -167,7 +167,3 @@ def _matrix_shape(tensor: StoredTensor, role: Role) -> tuple[int, ...]:
     shape = Piece(tensor, role, index=0 if role.expert is None else None).shape
     values = 2 if str(tensor.dtype) in PACKED else 1
     return (*shape[:-1], shape[-1] * values) if shape else ()
-
-
-def _rounded_up(size: int) -> int:
-    return -(-size // SIZE_MULTIPLE) * SIZE_MULTIPLE

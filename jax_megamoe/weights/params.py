@@ -1,6 +1,7 @@
 """The parameters of a layer in kernel layout: `ExpertWeights`, its shapes and its checks."""
 
 from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,9 @@ INTERLEAVE_8 = "interleave8"
 """Gate and up rows alternate by 8: every kernel but sgl's NVFP4."""
 SGL_FP4 = "sgl_fp4"
 """Row order of sgl's NVFP4 kernel (deepgemm-abi section 10)."""
+
+NVFP4_LAYOUTS = MappingProxyType({"sgl": SGL_FP4, "vllm": INTERLEAVE_8})
+"""The row order that a kernel source's NVFP4 kernel reads."""
 
 _META_FIELDS = ("format", "layout", "max_input_scale")
 
@@ -143,7 +147,7 @@ def default_layout(config: MoEConfig) -> str:
     parameters = config.activation.alpha, config.activation.beta
     on_sgl = not config.num_shared_experts and parameters in SGL_SWIGLU
     source = config.kernel_source or ("sgl" if on_sgl else "vllm")
-    return SGL_FP4 if source == "sgl" else INTERLEAVE_8
+    return NVFP4_LAYOUTS[source]
 
 
 def parameter_shapes(
