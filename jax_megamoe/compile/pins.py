@@ -38,6 +38,11 @@ class Distribution:
         variable: environment variable that names an unpacked one.
         install: commands that bring it.
         wheels: by `platform.machine()`.
+        kernels: the folder of its kernels among the headers.
+        namespace: C++ namespace of its kernels; empty: none.
+        needs_cutlass: its kernels include CUTLASS.
+        exact: only the pinned version is used: what the host tells the kernels is not in their
+            parameter types.
     """
 
     name: str
@@ -47,6 +52,10 @@ class Distribution:
     variable: str
     install: str
     wheels: Mapping[str, Wheel]
+    kernels: str = "deep_gemm"
+    namespace: str = "deep_gemm"
+    needs_cutlass: bool = True
+    exact: bool = False
 
     @property
     def headers(self) -> PurePosixPath:
@@ -95,6 +104,31 @@ DISTRIBUTIONS: Mapping[str, Distribution] = MappingProxyType(
                     "e9e404f52c8494b69bd83fe99fe7ecfa9f6b89fbd156d2a9639c24ea41d6d606",
                 ),
             },
+        ),
+        "humming": Distribution(
+            "humming-kernels",
+            "0.1.20",
+            "humming",
+            "include",
+            "JAX_MEGAMOE_HUMMING_ROOT",
+            "python -m jax_megamoe sources fetch humming, or pip install --no-deps "
+            "humming-kernels==0.1.20",
+            {
+                "x86_64": Wheel(
+                    "manylinux_2_28_x86_64",
+                    616445,
+                    "d4747cae223f81bb8d18bee766a5f41e67484a65bd665534fdbc8dc7adabd7c1",
+                ),
+                "aarch64": Wheel(
+                    "manylinux_2_28_aarch64",
+                    601871,
+                    "1c7ecbeacb8f449136140a7fea68be06f2e5ce083e52de6b2e37e91158c3eee3",
+                ),
+            },
+            kernels="humming",
+            namespace="",
+            needs_cutlass=False,
+            exact=True,
         ),
     }
 )

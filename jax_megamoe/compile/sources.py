@@ -46,7 +46,7 @@ class KernelSource:
     @property
     def namespace(self) -> str:
         """C++ namespace of its kernels."""
-        return BUILT_IN if self.name == BUILT_IN else "deep_gemm"
+        return BUILT_IN if self.name == BUILT_IN else DISTRIBUTIONS[self.name].namespace
 
 
 SOURCE_NAMES = (*DISTRIBUTIONS, BUILT_IN)
@@ -72,9 +72,8 @@ def find_source(name: str) -> KernelSource:
     root = os.environ.get(where.variable)
     version, include_dir = _unpacked(where, Path(root)) if root else _found(name, where)
     _check_headers(where, include_dir)
-    return KernelSource(
-        name, version, include_dir, _digest(include_dir, "deep_gemm", "cutlass/version.h")
-    )
+    digested = (where.kernels, *(("cutlass/version.h",) if where.needs_cutlass else ()))
+    return KernelSource(name, version, include_dir, _digest(include_dir, *digested))
 
 
 def _found(name: str, where: Distribution) -> tuple[str, Path]:
@@ -82,6 +81,8 @@ def _found(name: str, where: Distribution) -> tuple[str, Path]:
     spec = importlib.util.find_spec(where.module)
     folder = next(iter((spec.submodule_search_locations if spec else None) or ()), None)
     version = _version(where.name)
+    if where.exact and version != where.version:
+        version = None
     installed = (version, Path(folder) / where.folder) if version and folder else None
     if installed is None or not installed[1].is_dir():
         if tree := fetched_source(name):
@@ -102,7 +103,7 @@ def _version(distribution: str) -> str | None:
 
 def _unpacked(where: Distribution, root: Path) -> tuple[str, Path]:
     for include in (Path("include"), Path(where.folder), Path(where.headers)):
-        if (root / include / "deep_gemm").is_dir():
+        if (root / include / where.kernels).is_dir():
             break
     else:
         expected = f"a folder with {where.headers} or include in it"
@@ -116,7 +117,8 @@ def _unpacked(where: Distribution, root: Path) -> tuple[str, Path]:
 
 
 def _check_headers(where: Distribution, include_dir: Path) -> None:
-    for header in ("deep_gemm/impls", TENSOR_MAP_HEADER, "cutlass/version.h"):
+    headers = ("deep_gemm/impls", TENSOR_MAP_HEADER, "cutlass/version.h")
+    for header in headers if where.needs_cutlass else (where.kernels,):
         if not (include_dir / header).exists():
             hint = f"a checkout needs its CUTLASS submodule linked there; else {where.install}"
             raise MissingDependency(

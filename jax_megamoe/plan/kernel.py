@@ -8,12 +8,16 @@ class KernelSpec:
     """One instantiation of a kernel template: all that a compiler must know.
 
     Attributes:
-        source: distribution the header comes from: ``"sgl"``, ``"vllm"`` or ``"jax_megamoe"``.
+        source: distribution the header comes from: ``"sgl"``, ``"vllm"``, ``"humming"`` or
+            ``"jax_megamoe"``.
         arch: the compiler's architecture, for example ``"sm_100f"``.
         header: as included, for example ``"deep_gemm/impls/sm90_fp8_mega_moe.cuh"``.
         symbol: the template's name inside the source's namespace.
         template_args: C++ text of each argument, in order.
         parameter_types: C++ type of each kernel parameter, in order; asserted when compiling.
+        prelude: C++ text before the header is included: macros that change it.
+        declarations: C++ text between the header and the kernel's use: classes that template_args
+            name.
     """
 
     source: str
@@ -22,6 +26,8 @@ class KernelSpec:
     symbol: str
     template_args: tuple[str, ...]
     parameter_types: tuple[str, ...]
+    prelude: str = ""
+    declarations: str = ""
 
 
 @dataclass(frozen=True)
