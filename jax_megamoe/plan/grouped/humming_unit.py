@@ -169,6 +169,19 @@ _COPIED = {
 }
 
 
+# What nvcc includes by itself, and all that the headers use of cuda.h, which NVRTC cannot read: it
+# includes the C library's.
+_NVRTC = """\
+#ifdef __CUDACC_RTC__
+#include <type_traits>
+#define __cuda_cuda_h__
+struct alignas(128) CUtensorMap {
+  unsigned long long opaque[16];
+};
+#endif
+"""
+
+
 def prelude(product: Product, tiles: Tiles) -> str:
     """The macros that lay out the kernel's shared memory. One that is missing counts as 0 and moves
     everything behind it, without a word of the compiler."""
@@ -178,7 +191,8 @@ def prelude(product: Product, tiles: Tiles) -> str:
     values |= {name: int(constants[constant]) for name, constant in _COPIED.items()}
     values |= {f"BLOCK_SHAPE_{axis}": size for axis, size in zip("MNK", tiles.block, strict=True)}
     values |= {"USE_NATIVE_LDMATRIX_DEQUANT": 0, "DEBUG_KERNEL": 0}
-    return "".join(f"#define HUMMING_{name} {value}\n" for name, value in values.items())
+    defines = (f"#define HUMMING_{name} {value}\n" for name, value in values.items())
+    return _NVRTC + "".join(defines)
 
 
 def declarations(product: Product, tiles: Tiles) -> str:
