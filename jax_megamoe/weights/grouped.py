@@ -148,7 +148,8 @@ def transpose_eights(scales: Array) -> Array:
 
 
 def to_thirtytwos(rows: Array) -> Array:
-    """Biases and second scales [..., N]: in each 32, place 8i + 2j + k has row 8j + 2i + k."""
+    """Biases and second scales [..., N]: in each 32, place 8i + 2j + k has row 8j + 2i + k.
+    Its own inverse."""
     *lead, n = rows.shape
     _checks.multiple("rows of biases", n, 32)
     return rows.reshape(*lead, n // 32, 4, 4, 2).swapaxes(-2, -3).reshape(*lead, n)

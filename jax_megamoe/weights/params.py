@@ -21,6 +21,15 @@ SGL_FP4 = "sgl_fp4"
 NVFP4_LAYOUTS = MappingProxyType({"sgl": SGL_FP4, "vllm": INTERLEAVE_8})
 """The row order that a kernel source's NVFP4 kernel reads."""
 
+GROUPED_BF16, GROUPED_FP8 = "humming_bf16", "humming_fp8"
+GROUPED_LAYOUTS = MappingProxyType(
+    {
+        GROUPED_BF16: ("mxfp4", "mxfp8", "nvfp4", "fp8_block"),
+        GROUPED_FP8: ("mxfp4", "fp8_block"),
+    }
+)
+"""Layouts of the grouped products' weights, and the weight formats that they have."""
+
 _META_FIELDS = ("format", "layout", "max_input_scale")
 
 
