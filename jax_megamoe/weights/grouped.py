@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_megamoe import _checks
-from jax_megamoe.elements import Array
+from jax_megamoe.numerics.elements import Array
 
 FUSED_BINADES = 12
 """Block scales that fused MXFP4 tells apart under one second scale."""
@@ -138,8 +138,6 @@ def _depth(packing: Packing) -> int:
     return 64 if packing.packed_k else 256 // packing.row_bits
 
 
-
-
 def transpose_eights(scales: Array) -> Array:
     """The last axis in eights, each 8 by 8 transposed: scales by group. Its own inverse."""
     *lead, n = scales.shape
@@ -199,7 +197,9 @@ def _lowered(codes: Array, delta: Array) -> Array:
     """E2M1 codes of values times 2^-delta, ties away from zero."""
     xp = numpy_or_jax(codes)
     magnitude = codes & xp.uint8(7)
-    values = xp.asarray(_E2M1_DOUBLED)[magnitude] * xp.exp2(-xp.minimum(delta, 30).astype(xp.float32))
+    values = xp.asarray(_E2M1_DOUBLED)[magnitude] * xp.exp2(
+        -xp.minimum(delta, 30).astype(xp.float32)
+    )
     lowered = xp.zeros(codes.shape, xp.uint8)
     for boundary in (0.5, 1.5, 2.5, 3.5, 5.0, 7.0, 10.0):
         lowered = lowered + (values >= boundary).astype(xp.uint8)

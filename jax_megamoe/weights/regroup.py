@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_megamoe import _checks
-from jax_megamoe.elements import Array
 from jax_megamoe.formats import WEIGHT_FORMATS, WeightFormat
+from jax_megamoe.numerics.elements import Array
 from jax_megamoe.plan.grouped.layer import padded_rows
 from jax_megamoe.weights import grouped
 from jax_megamoe.weights import layout as layouts
@@ -163,7 +163,8 @@ def fuses_exactly(weights: ExpertWeights) -> bool:
         def one(expert: dict[str, Array]) -> Array:
             parts = _checkpoint_order(expert, form, weights.layout)
             fine = [
-                grouped.fuses_exactly(_codes(weight, form), scale) for weight, scale in parts.values()
+                grouped.fuses_exactly(_codes(weight, form), scale)
+                for weight, scale in parts.values()
             ]
             return fine[0] & fine[1]
 
@@ -294,4 +295,3 @@ def restored_fields(
     if "w13_bias" in expert:
         fields["w13_bias"] = layouts.w13_to_kernel(expert["w13_bias"], new, axis=-1)
     return fields
-

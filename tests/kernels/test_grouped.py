@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 from kernels.on_host import HostKernels
 
-from jax_megamoe import Activation, MoEConfig, expert, replica_map
+from jax_megamoe import Activation, MoEConfig, replica_map
 from jax_megamoe.compile import MissingDependency, build
 from jax_megamoe.compile.cache import KernelCache
 from jax_megamoe.compile.compiler import COMPILERS
 from jax_megamoe.compile.cubin import read_kernels
 from jax_megamoe.formats import WEIGHT_FORMATS
+from jax_megamoe.numerics import expert
+from jax_megamoe.op.staging import physical_ids, quantize_tokens
 from jax_megamoe.plan.grouped.layer import ROWS, GroupedLayer, plan_grouped
 from jax_megamoe.plan.launch import (
     KernelLaunch,
@@ -26,7 +28,6 @@ from jax_megamoe.plan.launch import (
     TensorMap,
     parameter_block,
 )
-from jax_megamoe.staging import physical_ids, quantize_tokens
 
 HIDDEN, INTER, TOP_K, EXPERTS, LOGICAL = 384, 256, 3, 40, 33
 WEIGHTS = {"bf16": "mxfp4", "mxfp8": "mxfp4", "nvfp4": "nvfp4", "fp8_block": "fp8_block"}
@@ -129,9 +130,7 @@ def test_rows_are_sorted_and_tokens_quantised(on_host, each):
     on_host.launch(steps(plan)["group_tokens"], arrays)
 
     sizes = dict(top_k=each.top_k, hidden_size=HIDDEN, intermediate_size=INTER, max_num_tokens=999)
-    config = MoEConfig(
-        num_experts=each.num_experts, num_logical_experts=each.num_logical, **sizes
-    )
+    config = MoEConfig(num_experts=each.num_experts, num_logical_experts=each.num_logical, **sizes)
     known = (arrays["topk_ids"] >= 0) & (arrays["topk_ids"] < each.num_logical)
     known &= ~arrays["padding_mask"][:, None]
     logical = jnp.asarray(np.where(known, arrays["topk_ids"], -1))
@@ -204,9 +203,7 @@ def test_hidden_values_are_what_expert_says(on_host, each):
     different = ~np.isclose(got[live], want[live], rtol=1e-6, atol=1e-12)
     assert different.mean() < 2e-3
     assert np.linalg.norm((got - want)[live]) < 2e-3 * np.linalg.norm(want[live])
-    np.testing.assert_array_equal(
-        arrays["hidden_rows"][5].view(np.uint8), before[5].view(np.uint8)
-    )
+    np.testing.assert_array_equal(arrays["hidden_rows"][5].view(np.uint8), before[5].view(np.uint8))
 
 
 @pytest.mark.parametrize("each", VARIANTS, ids=lambda e: f"{e.activations}-{e.biases}")

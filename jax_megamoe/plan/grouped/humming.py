@@ -145,9 +145,7 @@ def launch(
         Uint32("top_k", top_k),
         Bool("use_int64_expert_layout", False),
     )
-    return KernelLaunch(
-        kernel(product, tiles), launch_config(product, tiles, num_sms), arguments
-    )
+    return KernelLaunch(kernel(product, tiles), launch_config(product, tiles, num_sms), arguments)
 
 
 def weight_maps(product: Product, tiles: Tiles, names: Operands) -> dict[str, TensorMapSpec]:
@@ -218,6 +216,9 @@ def limits(product: Product, tiles: Tiles) -> str:
         (product.k % tiles.block[2] == 0, f"k a multiple of {tiles.block[2]}"),
         ((product.n - product.pad_n) % 8 == 0, "n without padding a multiple of 8"),
         ((product.k - product.pad_k) * bits % 128 == 0, "input rows of whole 16 bytes"),
-        (product.input.element is not E4M3 or product.k % max(1, product.input.group) == 0, "groups"),
+        (
+            product.input.element is not E4M3 or product.k % max(1, product.input.group) == 0,
+            "groups",
+        ),
     )
     return next((text for fits, text in checks if not fits), "")

@@ -204,7 +204,9 @@ def declarations(product: Product, tiles: Tiles) -> str:
     }
     texts = [_operation(product, tiles)]
     for name, constants in classes.items():
-        members = "".join(f"  static constexpr auto {n} = {cpp(v)};\n" for n, v in constants.items())
+        members = "".join(
+            f"  static constexpr auto {n} = {cpp(v)};\n" for n, v in constants.items()
+        )
         texts.append(f"struct {name} {{\n{members}}};\n")
     op, _, block, warp, _, a, w, _, scale, *rest = template_args(product, tiles)
     storage = f"SharedStorage<{', '.join((op, block, warp, a, w, scale, *rest))}>"
@@ -339,7 +341,9 @@ def _mma(product: Product, weight: Element, shape: tuple[int, int, int], mixed: 
         order = (0, 2, 1, 3)
         weights = "{" + ", ".join(f"%{sums + first + i}" for i in order) + "}"
         operands = f"{weights}, {_operands(sums, first)}"
-        name = f"mma.sync.aligned.m16n8k{k}.row.col.f32.{weight.ptx}.{product.input.element.ptx}.f32"
+        name = (
+            f"mma.sync.aligned.m16n8k{k}.row.col.f32.{weight.ptx}.{product.input.element.ptx}.f32"
+        )
     else:
         operands = f"{_operands(sums, first)}, {_operands(sums + first, second)}"
         kind = ".kind::f8f6f4" if mixed else ""

@@ -117,9 +117,7 @@ def _hopper_fp8(product: Product, height: int, wide: bool, many: bool) -> Tiles:
     )
 
 
-def _hopper_bf16(
-    product: Product, height: int, blocks: float, wide: bool, num_sms: int
-) -> Tiles:
+def _hopper_bf16(product: Product, height: int, blocks: float, wide: bool, num_sms: int) -> Tiles:
     if wide:
         halves = product.n % 512 == 0 and height <= 64 and blocks * (product.n // 512) >= num_sms
         return Tiles(
@@ -209,5 +207,3 @@ def _smaller(product: Product, tiles: Tiles) -> Iterator[Tiles]:
         yield replace(tiles, ctas=ctas)
     for stages in range(tiles.stages - 1, 2 if tiles.wgmma else 1, -1):
         yield replace(tiles, ctas=1, stages=stages)
-
-
