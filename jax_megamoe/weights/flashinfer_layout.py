@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from jax_megamoe import _checks
-from jax_megamoe.elements import Array, pack_words, unpack_words
+from jax_megamoe.numerics.elements import Array, pack_words, unpack_words
 from jax_megamoe.weights.layout import INTERLEAVE8
 
 TILE = 128
