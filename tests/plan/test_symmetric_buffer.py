@@ -91,9 +91,7 @@ def sizes_of(architecture: str) -> list[dict[str, int]]:
         intermediate_size=(256, 512, 768, 1024, 1536, 2048),
         max_num_tokens=(128, 256, 512, 768, 1024, 2048) if architecture == "sm90" else (8, 2000),
     )
-    return [
-        dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())
-    ]
+    return [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
 
 
 @pytest.mark.parametrize("architecture", ["sm90", "sm100"])
