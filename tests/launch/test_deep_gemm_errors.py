@@ -193,7 +193,7 @@ def test_experts_that_do_not_divide(emulation: Emulation) -> None:
     ("cfg", "num_ranks", "text"),
     [
         (config(num_experts=146), 73, "num_ranks: expected at most 72, got 73"),
-        (config(num_experts=64, top_k=33), 8, "top_k: expected at most 32, got 33"),
+        (config(num_experts=64, top_k=33), 8, "top_k: expected at most 31, got 33"),
         (
             config(num_experts=64, top_k=32, num_shared_experts=1),
             8,

@@ -85,7 +85,7 @@ def refusal(inputs: Record) -> str:
     shifts = not (paired or sm90)
     vllm = inputs["provider"] == "vllm"
     rules = (
-        (inputs["top_k"] + (shared > 0) > 32, "at most 32, got 33"),
+        (inputs["top_k"] + (shared > 0) > 32, "at most 3[12], got 33"),
         (not 1 <= inputs["top_k"] <= inputs["num_experts"], "top_k: expected 1 to num_experts"),
         (sm90 and shared, "num_shared_experts: expected 0 on SM90, got 1"),
         (shared and inputs["shared_dtype"] is None, "shared weights: expected weights of the 1"),

@@ -224,7 +224,7 @@ REFUSED = [
     ({}, {"source": "triton"}, ValueError, r"source: expected one of \['sgl', 'vllm'\], got 'tri"),
     ({}, {"num_ranks": 73}, ValueError, "num_ranks: expected at most 72, got 73"),
     ({}, {"num_ranks": 7}, ValueError, "num_experts: expected a multiple of the 7 expert-parallel"),
-    ({"top_k": 33}, {}, ValueError, "top_k: expected at most 32, got 33"),
+    ({"top_k": 33}, {}, ValueError, "top_k: expected at most 31, got 33"),
     (
         {"top_k": 32, "num_shared_experts": 1},
         {},
