@@ -16,6 +16,7 @@ from jax_megamoe import _checks, symmetric_memory
 from jax_megamoe import compile as compiler
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.launch import launcher
+from jax_megamoe.mesh import Axis, axis_names
 from jax_megamoe.numerics import expert
 from jax_megamoe.plan import SOURCES, check_sizes, plan_mega_moe
 from jax_megamoe.plan.device import DeviceSpec
@@ -25,8 +26,6 @@ from jax_megamoe.routing.replicas import ReplicaMap
 from jax_megamoe.runtime import extension
 from jax_megamoe.runtime.devices import device_spec
 from jax_megamoe.weights.params import NVFP4_LAYOUTS, SGL_FP4, ExpertWeights, default_layout
-
-Axis = str | tuple[str, ...]
 
 _log = logging.getLogger("jax_megamoe")
 
@@ -169,7 +168,7 @@ def find_route(
     if weights is not None and weights.shared is not None and not fuses:
         _log_unfused(config)
     layout = plan_mega_moe(routed, spec, 0, ranks, source).buffer
-    names = "none" if axis is None else axis if isinstance(axis, str) else "+".join(axis)
+    names = "+".join(axis_names(axis)) or "none"
     name = f"{names}/{ranks}/{layout.fingerprint(source)}/"
     if groups is None:
         key = _allocated_key(name)
