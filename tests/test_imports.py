@@ -29,7 +29,7 @@ ROOMS = {
     "plan": (
         "_checks config formats",
         "device kernel operand arithmetic problem tensor_map family heuristics sm90_heuristics "
-        "limits symmetric_buffer launch expert_maps sgl_staging sm100 sgl_sm90 staging sgl_sm100 "
+        "symmetric_buffer limits launch expert_maps sgl_staging sm100 sgl_sm90 staging sgl_sm100 "
         "vllm_sm100 vllm_nvfp4 planner recording",
     ),
     "compile": (
