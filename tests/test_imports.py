@@ -31,8 +31,8 @@ ROOMS = {
         "_checks config formats",
         "device kernel operand arithmetic problem tensor_map family heuristics sm90_heuristics "
         "symmetric_buffer limits launch families.flashinfer_heuristics families.flashinfer_buffer "
-        "families.flashinfer_limits families.flashinfer_launch families expert_maps sgl_staging sm100 sgl_sm90 staging sgl_sm100 "
-        "vllm_sm100 vllm_nvfp4 planner recording",
+        "families.flashinfer_limits families.flashinfer_launch families expert_maps sgl_staging "
+        "sm100 sgl_sm90 staging sgl_sm100 vllm_sm100 vllm_nvfp4 planner recording",
     ),
     "compile": (
         "_checks plan",
