@@ -10,6 +10,7 @@ CODEGEN_VERSION = 1
 # (deepgemm-abi.md section 8).
 _STRUCTS = {
     "deep_gemm::layout::SymBuffer": (592, 8),
+    "flashinfer::megamoe::layout::SymBuffer": (592, 8),
     "cute::TmaDescriptor": (128, 128),
     "CUtensorMap": (128, 128),
 }

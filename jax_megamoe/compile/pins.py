@@ -1,4 +1,4 @@
-"""The distributions that ship DeepGEMM's headers: where the headers lie, and the wheels to fetch.
+"""The distributions that ship headers of kernels: where the headers lie, and the wheels to fetch.
 
 Sizes and SHA-256 are those of the files on PyPI; the headers of a version's wheels are the same.
 """
@@ -39,8 +39,9 @@ class Distribution:
         install: commands that bring it.
         wheels: by `platform.machine()`.
         kernels: the folder of its kernels among the headers.
+        kept: the folder of headers that fetching keeps; empty: all.
         namespace: C++ namespace of its kernels; empty: none.
-        needs_cutlass: its kernels include CUTLASS.
+        cutlass: name of the source whose CUTLASS compiles it; empty: its own; None: it needs none.
         exact: only the pinned version is used: what the host tells the kernels is not in their
             parameter types.
     """
@@ -53,8 +54,9 @@ class Distribution:
     install: str
     wheels: Mapping[str, Wheel]
     kernels: str = "deep_gemm"
+    kept: str = ""
     namespace: str = "deep_gemm"
-    needs_cutlass: bool = True
+    cutlass: str | None = ""
     exact: bool = False
 
     @property
@@ -62,6 +64,10 @@ class Distribution:
         """The folder of headers in a wheel."""
         return PurePosixPath(self.module, self.folder)
 
+
+_FLASHINFER_WHEEL = Wheel(
+    "any", 101294319, "a051a62e09a2738e8b0de47a1944fd2f0f3eff01b728b662141ea660cb09dd32"
+)
 
 DISTRIBUTIONS: Mapping[str, Distribution] = MappingProxyType(
     {
@@ -105,6 +111,21 @@ DISTRIBUTIONS: Mapping[str, Distribution] = MappingProxyType(
                 ),
             },
         ),
+        "flashinfer": Distribution(
+            "flashinfer-python",
+            "0.7.4",
+            "flashinfer",
+            "data/include",
+            "JAX_MEGAMOE_FLASHINFER_ROOT",
+            "python -m jax_megamoe sources fetch flashinfer, or pip install --no-deps "
+            "flashinfer-python==0.7.4",
+            {"x86_64": _FLASHINFER_WHEEL, "aarch64": _FLASHINFER_WHEEL},
+            kernels="flashinfer/megamoe",
+            kept="flashinfer/megamoe",
+            namespace="flashinfer::megamoe",
+            cutlass="sgl",
+            exact=True,
+        ),
         "humming": Distribution(
             "humming-kernels",
             "0.1.20",
@@ -127,7 +148,7 @@ DISTRIBUTIONS: Mapping[str, Distribution] = MappingProxyType(
             },
             kernels="humming",
             namespace="",
-            needs_cutlass=False,
+            cutlass=None,
             exact=True,
         ),
     }

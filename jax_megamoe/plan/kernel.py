@@ -4,12 +4,25 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class CodeOptions:
+    """Choices of a compiler that decide a kernel's code.
+
+    Attributes:
+        register_level: ptxas' effort to use registers, 0 to 10; DeepGEMM's host code says 10.
+        fast_math: subnormal float32 numbers become 0, divisions and exponentials are approximate.
+    """
+
+    register_level: int = 10
+    fast_math: bool = False
+
+
+@dataclass(frozen=True)
 class KernelSpec:
     """One instantiation of a kernel template: all that a compiler must know.
 
     Attributes:
-        source: distribution the header comes from: ``"sgl"``, ``"vllm"``, ``"humming"`` or
-            ``"jax_megamoe"``.
+        source: distribution the header comes from: ``"sgl"``, ``"vllm"``, ``"flashinfer"``,
+            ``"humming"`` or ``"jax_megamoe"``.
         arch: the compiler's architecture, for example ``"sm_100f"``.
         header: as included, for example ``"deep_gemm/impls/sm90_fp8_mega_moe.cuh"``.
         symbol: the template's name inside the source's namespace.
@@ -18,6 +31,7 @@ class KernelSpec:
         prelude: C++ text before the header is included: macros that change it.
         declarations: C++ text between the header and the kernel's use: classes that template_args
             name.
+        options: of the compiler.
     """
 
     source: str
@@ -28,6 +42,7 @@ class KernelSpec:
     parameter_types: tuple[str, ...]
     prelude: str = ""
     declarations: str = ""
+    options: CodeOptions = CodeOptions()
 
 
 @dataclass(frozen=True)
