@@ -16,7 +16,8 @@ from jaxtyping import Array, BFloat16, Bool, Float32, Int32
 from jax_megamoe import _checks, symmetric_memory
 from jax_megamoe import compile as compiler
 from jax_megamoe.config import MoEConfig
-from jax_megamoe.launch import deep_gemm
+from jax_megamoe.formats import GROUPED_LAYOUTS
+from jax_megamoe.launch import deep_gemm, grouped
 from jax_megamoe.mesh import axis_names
 from jax_megamoe.op.transforms import (
     Axis,
@@ -32,7 +33,7 @@ from jax_megamoe.routing.replicas import ReplicaMap
 from jax_megamoe.routing.stats import capture
 from jax_megamoe.weights.params import ExpertWeights, check_weights
 
-IMPLEMENTATIONS = ("deep_gemm", "xla", "reference")
+IMPLEMENTATIONS = ("deep_gemm", "grouped", "xla", "reference")
 
 _log = logging.getLogger("jax_megamoe")
 
@@ -89,8 +90,8 @@ def mega_moe(  # noqa: PLR0913 (one keyword for each thing a call may need)
         eplb: where replicas are; None: slot p holds logical expert p % num_logical_experts.
         shared_experts: an unfused shared expert: its value for x, padded rows 0, is added. An
             error where `weights` hold a fused one.
-        implementation: ``"deep_gemm"``, ``"xla"`` or ``"reference"``; None for the fastest that
-            runs here. A named one never falls back.
+        implementation: ``"deep_gemm"``, ``"grouped"``, ``"xla"`` or ``"reference"``; None for the
+            fastest that runs here with weights in this layout. A named one never falls back.
         return_stats: also return the tokens of each local expert.
         name: what a `capture_routing` callback is told.
 
@@ -269,14 +270,17 @@ def _choose(
     """The implementation, and deep_gemm's route to its kernel."""
     call = Call(config, place, "xla")
     if implementation is None:
+        kernels = _grouped if weights.layout in GROUPED_LAYOUTS else _deep_gemm
         try:
-            return _deep_gemm(call, weights, x)
+            return kernels(call, weights, x)
         except (NotImplementedError, ValueError, ImportError, compiler.MissingDependency) as error:
             _log_fallback(config, str(error))
             return call
     _checks.one_of("implementation", implementation, IMPLEMENTATIONS)
     if implementation == "deep_gemm":
         return _deep_gemm(call, weights, x)
+    if implementation == "grouped":
+        return _grouped(call, weights, x)
     return call._replace(implementation=implementation)
 
 
@@ -306,3 +310,16 @@ def _deep_gemm(call: Call, weights: ExpertWeights, x: Any) -> Call:
         num_tokens=x.shape[0] if place.inside else x.shape[0] // place.num_ranks,
     )
     return call._replace(implementation="deep_gemm", route=route)
+
+
+def _grouped(call: Call, weights: ExpertWeights, x: Any) -> Call:
+    place = call.place
+    device = deep_gemm.default_device()
+    if place.axis is None and isinstance(x, jax.Array) and not isinstance(x, Tracer):
+        device = min(x.devices(), key=lambda device: device.id)
+    elif isinstance(place.mesh, Mesh):
+        device = place.mesh.devices.flat[0]
+    route = grouped.find_route(
+        call.config, device, weights, num_tokens=x.shape[0], num_ranks=place.num_ranks
+    )
+    return call._replace(implementation="grouped", route=route)

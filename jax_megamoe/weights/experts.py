@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Float32
 
 from jax_megamoe import _checks
 from jax_megamoe.config import MoEConfig
-from jax_megamoe.formats import WEIGHT_FORMATS, WeightFormat
+from jax_megamoe.formats import GROUPED_LAYOUTS, WEIGHT_FORMATS, WeightFormat
 from jax_megamoe.numerics import quantization
 from jax_megamoe.weights import layout as layouts
 from jax_megamoe.weights.params import (
@@ -23,6 +23,7 @@ from jax_megamoe.weights.params import (
     default_layout,
     with_max_input_scale,
 )
+from jax_megamoe.weights.regroup import from_grouped, to_grouped
 from jax_megamoe.weights.requantize import quantize_matrix
 
 Matrices = tuple[Array, Array, Array]
@@ -271,6 +272,8 @@ def dequantize_experts(config: MoEConfig, weights: ExpertWeights) -> Matrices:
     Returns:
         gate [E, I, H], up [E, I, H] and down [E, H, I], E the physical experts in `weights`.
     """
+    if weights.layout in GROUPED_LAYOUTS:
+        weights = from_grouped(weights)
     form, layout = config.weight_format, weights.layout
     w13 = stored_matrix(
         weights.w13_weight, weights.w13_weight_scale, form, w13=True, layout=layout
@@ -285,20 +288,31 @@ def dequantize_experts(config: MoEConfig, weights: ExpertWeights) -> Matrices:
 
 
 def to_layout(weights: ExpertWeights, layout: str) -> ExpertWeights:
-    """NVFP4 parameters with w13's rows in another order, exactly the same values.
+    """Parameters in another layout, with the same values.
 
-    sgl's and vllm's NVFP4 kernels read different orders. Each expert's rows stay where it is.
+    sgl's and vllm's NVFP4 kernels read different orders of w13's rows; the grouped implementation
+    reads layouts of its own: ``"humming_fp8"`` beside fp8_block activations, else
+    ``"humming_bf16"``. Each expert's parameters stay on its device.
+
+    MXFP4 in ``humming_fp8`` keeps 12 powers of two of its block scales under a second scale, of a
+    matrix where that changes no value, else of a row; blocks further below their row's largest are
+    rounded.
 
     Args:
         weights: the parameters of a layer.
-        layout: ``"sgl_fp4"`` for sgl's kernel, ``"interleave8"`` for vllm's.
+        layout: ``"interleave8"`` for the mega kernels; NVFP4: ``"sgl_fp4"`` for sgl's;
+            ``"humming_fp8"`` or ``"humming_bf16"`` for implementation grouped.
 
     Raises:
-        ValueError: an unknown layout, or another format than NVFP4, which has one layout alone.
+        ValueError: an unknown layout, or one that the format does not have.
     """
-    _checks.one_of("layout", layout, layouts.W13_LAYOUTS)
+    _checks.one_of("layout", layout, (*layouts.W13_LAYOUTS, *GROUPED_LAYOUTS))
     if layout == weights.layout:
         return weights
+    if weights.layout in GROUPED_LAYOUTS:
+        return to_layout(from_grouped(weights), layout)
+    if layout in GROUPED_LAYOUTS:
+        return to_grouped(weights, layout)
     if weights.format != "nvfp4":
         raise ValueError(_checks.message(f"layout of {weights.format}", INTERLEAVE_8, layout))
     names = ("w13_weight", "w13_weight_scale", "w13_bias")
@@ -324,7 +338,10 @@ def dequantize_biases(weights: ExpertWeights) -> dict[str, Array]:
     """gate_bias [E, I], up_bias [E, I] and down_bias [E, H] in float32; empty without biases."""
     if weights.w13_bias is None:
         return {}
-    gate, up = _halves(weights.w13_bias, weights.layout, axis=-1)
+    if weights.layout in GROUPED_LAYOUTS:
+        gate, up = jnp.split(weights.w13_bias, 2, axis=-1)
+    else:
+        gate, up = _halves(weights.w13_bias, weights.layout, axis=-1)
     return dict(gate_bias=gate, up_bias=up, down_bias=weights.w2_bias)
 
 

@@ -1,6 +1,6 @@
 """Weight layouts of the grouped products: permutations of words and scales, each with its inverse.
 
-Arrays have leading axes, then [N, K] of one matrix; NumPy in, NumPy out, JAX in, JAX out (jit-able).
+Arrays have leading axes, then [N, K] of one matrix; NumPy in, NumPy out, JAX in, JAX out.
 Source: Humming's kernels read each lane's share of a tensor-core tile in one load. Which order that
 is follows from the bits of a weight and of the rows it multiplies:
 
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_megamoe import _checks
+from jax_megamoe.formats import GROUPED_BF16, GROUPED_ROWS, WeightFormat
 from jax_megamoe.numerics.elements import Array
 
 FUSED_BINADES = 12
@@ -108,8 +109,7 @@ def pack(codes: Array, packing: Packing) -> Array:
     shuffled = values[..., packing.shuffle]
     plain = values if packing.fused else shuffled
     codes32 = (plain & (sign - xp.uint32(1))) | (shuffled & sign)
-    shifts = xp.arange(packing.per_word, dtype=xp.uint32) * xp.uint32(packing.bits)
-    words = (codes32 << shifts).sum(-1, dtype=xp.uint32)
+    words = (codes32 << _shifts(packing, codes32)).sum(-1, dtype=xp.uint32)
     depth = _depth(packing)
     return words.reshape(*lead, k // depth, n * depth * packing.bits // 32).view(xp.int32)
 
@@ -119,8 +119,7 @@ def unpack(words: Array, packing: Packing, n: int, k: int) -> Array:
     xp = numpy_or_jax(words)
     *lead, _, _ = words.shape
     flat = words.view(xp.uint32).reshape(*lead, -1, 1)
-    shifts = xp.arange(packing.per_word, dtype=xp.uint32) * xp.uint32(packing.bits)
-    codes32 = (flat >> shifts) & xp.uint32((1 << packing.bits) - 1)
+    codes32 = (flat >> _shifts(packing, flat)) & xp.uint32((1 << packing.bits) - 1)
     sign = xp.uint32(1 << (packing.bits - 1))
     back = np.argsort(packing.shuffle)
     shuffled = codes32[..., back]
@@ -136,6 +135,13 @@ def unpack(words: Array, packing: Packing, n: int, k: int) -> Array:
 
 def _depth(packing: Packing) -> int:
     return 64 if packing.packed_k else 256 // packing.row_bits
+
+
+def _shifts(packing: Packing, like: Array) -> Array:
+    """The place of each code of a word, on the last axis of as many as `like` has."""
+    xp = numpy_or_jax(like)
+    places = xp.arange(packing.per_word, dtype=xp.uint32) * xp.uint32(packing.bits)
+    return places.reshape(*(1,) * (like.ndim - 1), -1)
 
 
 def transpose_eights(scales: Array) -> Array:
@@ -238,3 +244,50 @@ def lowest_of(second: Array) -> Array:
     bits = second.view(xp.int32)
     small = xp.where(bits >= 1 << 22, 1, 0)
     return xp.where(bits >= 1 << 23, (bits >> 23) + 1, small)
+
+
+def padded_rows(n: int) -> int:
+    """Rows of a matrix as it is stored."""
+    return -(-n // GROUPED_ROWS) * GROUPED_ROWS
+
+
+def packing(form: WeightFormat, layout: str) -> Packing | None:
+    """How a format's codes are packed in a layout; None: they stay bytes, in flat order."""
+    bits = form.weight.bits
+    if layout == GROUPED_BF16:
+        return Packing(bits, 16)
+    return None if bits == 8 else Packing(bits, 8, fused=True, packed_k=True)
+
+
+def shapes(
+    form: WeightFormat, layout: str, hidden: int, inter: int, num_experts: int, *, by_row: bool
+) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of the routed matrices and their scales, by field name.
+
+    Args:
+        form: the weight format.
+        layout: of the grouped products'.
+        hidden, inter: H and I.
+        num_experts: E.
+        by_row: a fused MXFP4 matrix has a second scale for each row.
+    """
+    found: dict[str, tuple[tuple[int, ...], str]] = {}
+    how, spec = packing(form, layout), form.weight
+    for name, rows, k in zip(
+        ("w13_weight", "w2_weight"), (2 * inter, hidden), (hidden, inter), strict=True
+    ):
+        n = padded_rows(rows)
+        if how is None:
+            weight = ((num_experts, k // 16, n, 16), "uint8")
+        else:
+            depth = 64 if how.packed_k else 256 // how.row_bits
+            weight = ((num_experts, k // depth, n * depth * how.bits // 32), "int32")
+        if spec.scale == "float32":
+            scale = ((num_experts, k // 128, n // 128), "float32")
+        else:
+            scale = ((num_experts, k // spec.block[1], n), "uint8")
+        found[name], found[f"{name}_scale"] = weight, scale
+        if how is not None and how.fused:
+            by_matrix, of_rows = ((num_experts,), "float32"), ((num_experts, n), "bfloat16")
+            found[f"{name}_scale_2"] = of_rows if by_row else by_matrix
+    return found

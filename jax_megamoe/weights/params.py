@@ -11,19 +11,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_megamoe import _checks
 from jax_megamoe.config import SGL_SWIGLU, MoEConfig
-from jax_megamoe.formats import INTERLEAVE_8, SGL_FP4, WEIGHT_FORMATS, WeightSpec
+from jax_megamoe.formats import (
+    GROUPED_LAYOUTS,
+    INTERLEAVE_8,
+    SGL_FP4,
+    WEIGHT_FORMATS,
+    WeightSpec,
+)
+from jax_megamoe.weights import grouped
 
 NVFP4_LAYOUTS = MappingProxyType({"sgl": SGL_FP4, "vllm": INTERLEAVE_8})
 """The row order that a kernel source's NVFP4 kernel reads."""
-
-GROUPED_BF16, GROUPED_FP8 = "humming_bf16", "humming_fp8"
-GROUPED_LAYOUTS = MappingProxyType(
-    {
-        GROUPED_BF16: ("mxfp4", "mxfp8", "nvfp4", "fp8_block"),
-        GROUPED_FP8: ("mxfp4", "fp8_block"),
-    }
-)
-"""Layouts of the grouped products' weights, and the weight formats that they have."""
 
 _META_FIELDS = ("format", "layout", "max_input_scale")
 
@@ -51,7 +49,8 @@ class ExpertWeights:
         w13_weight_scale: int32 [E, H / (4 g), 2I], four scale bytes along K a word, rows permuted;
             fp8_block: float32 [E, 2I / 128, H / 128], gate rows then up rows; bf16: None.
         w2_weight_scale: int32 [E, I / (4 g), H]; fp8_block: float32 [E, H / 128, I / 128].
-        w13_weight_scale_2: float32 [E], NVFP4's global scale of gate and up.
+        w13_weight_scale_2: float32 [E], NVFP4's global scale of gate and up. MXFP4 in
+            ``"humming_fp8"``: the second scale, float32 [E] or bfloat16 [E, 2I].
         w2_weight_scale_2: float32 [E], NVFP4's global scale of down.
         w2_input_scale: float32 [E], NVFP4's scale of the second matmul's input; the largest over
             all experts is used, 1.0 when all are 0.
@@ -60,7 +59,9 @@ class ExpertWeights:
         shared_l1_weight, shared_l1_weight_scale, shared_l2_weight, shared_l2_weight_scale: a fused
             shared expert, [2S, H] and [H, S] with their scales; None for none.
         format: name of the weight format.
-        layout: row order of w13, ``"interleave8"`` or ``"sgl_fp4"``.
+        layout: row order of w13, ``"interleave8"`` or ``"sgl_fp4"``; or ``"humming_bf16"`` or
+            ``"humming_fp8"``, layouts of the implementation ``grouped`` with shapes of their own
+            (`jax_megamoe.to_layout`).
         max_input_scale: the largest w2_input_scale of all experts (1.0 when all are 0) as a number:
             vllm's NVFP4 kernel takes it by value, so it is static and layers that differ in it are
             traced apart, and stacked ones want it replaced by None. `with_max_input_scale` sets it
@@ -155,19 +156,28 @@ def default_layout(config: MoEConfig) -> str:
 
 
 def parameter_shapes(
-    config: MoEConfig, num_experts: int | None = None
+    config: MoEConfig,
+    num_experts: int | None = None,
+    layout: str = INTERLEAVE_8,
+    *,
+    by_row: bool = False,
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape and dtype of every parameter the config's layer may hold, by field name.
 
     Args:
         config: the layer.
         num_experts: leading size of the routed parameters; None: all physical experts.
+        layout: of the routed matrices; all orders of the mega kernels have the same shapes.
+        by_row: whether MXFP4 in ``"humming_fp8"`` has second scales of rows.
     """
     experts = config.num_experts if num_experts is None else num_experts
     hidden, inter = config.hidden_size, config.intermediate_size
     form = config.weight_format
     shapes = _matrix("w13_weight", form.weight, (experts,), 2 * inter, hidden)
     shapes |= _matrix("w2_weight", form.weight, (experts,), hidden, inter)
+    if layout in GROUPED_LAYOUTS:
+        found = grouped.shapes(form, layout, hidden, inter, experts, by_row=by_row)
+        shapes = {n: jax.ShapeDtypeStruct(s, jnp.dtype(d)) for n, (s, d) in found.items()}
     if form.weight.has_global_scale:
         for name in ("w13_weight_scale_2", "w2_weight_scale_2", "w2_input_scale"):
             shapes[name] = jax.ShapeDtypeStruct((experts,), jnp.float32)
@@ -221,8 +231,10 @@ def check_weights(
             )
         )
     layouts = (INTERLEAVE_8, SGL_FP4) if weights.format == "nvfp4" else (INTERLEAVE_8,)
+    layouts += tuple(name for name, forms in GROUPED_LAYOUTS.items() if weights.format in forms)
     _checks.one_of("weights.layout", weights.layout, layouts)
-    expected_shapes = parameter_shapes(config, num_experts)
+    by_row = getattr(weights.w13_weight_scale_2, "ndim", 1) == 2
+    expected_shapes = parameter_shapes(config, num_experts, weights.layout, by_row=by_row)
     arrays = weights.arrays()
     _check_presence(arrays, expected_shapes)
     for name, array in arrays.items():

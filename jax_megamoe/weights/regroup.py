@@ -2,7 +2,7 @@
 
 ``humming_bf16`` is read beside BF16 rows, ``humming_fp8`` beside E4M3 rows with a float32 scale by
 128. In both w13 has its gate rows first, then its up rows, biases too; and rows of w2 are padded to
-a multiple of 256 with zeros. Shapes are those of `grouped_shapes`. Each expert is converted for
+a multiple of 256 with zeros. Shapes are those of `grouped.shapes`. Each expert is converted for
 itself, so that arrays may be one rank's.
 """
 
@@ -15,27 +15,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_megamoe import _checks
-from jax_megamoe.formats import WEIGHT_FORMATS, WeightFormat
-from jax_megamoe.numerics.elements import Array
-from jax_megamoe.plan.grouped.layer import padded_rows
-from jax_megamoe.weights import grouped
-from jax_megamoe.weights import layout as layouts
-from jax_megamoe.weights.params import (
-    GROUPED_BF16,
+from jax_megamoe.formats import (
     GROUPED_LAYOUTS,
     INTERLEAVE_8,
-    ExpertWeights,
+    WEIGHT_FORMATS,
+    WeightFormat,
 )
+from jax_megamoe.numerics.elements import Array
+from jax_megamoe.weights import grouped
+from jax_megamoe.weights import layout as layouts
+from jax_megamoe.weights.params import ExpertWeights
 
 _ROUTED = ("w13_weight", "w2_weight")
-
-
-def packing(form: WeightFormat, layout: str) -> grouped.Packing | None:
-    """How a format's codes are packed in a layout; None: they stay bytes, in flat order."""
-    bits = form.weight.bits
-    if layout == GROUPED_BF16:
-        return grouped.Packing(bits, 16)
-    return None if bits == 8 else grouped.Packing(bits, 8, fused=True, packed_k=True)
 
 
 def _codes(weight: Array, form: WeightFormat) -> Array:
@@ -71,10 +62,10 @@ def arrange(
     """
     codes = _codes(weight, form)
     rows = codes.shape[0]
-    extra = padded_rows(rows) - rows
+    extra = grouped.padded_rows(rows) - rows
     codes = jnp.pad(codes, ((0, extra), (0, 0)))
     fields: dict[str, Array] = {}
-    how = packing(form, layout)
+    how = grouped.packing(form, layout)
     if how is not None and how.fused:
         # Padded rows are zeros; their scales are of the matrix's or the last row's binades.
         scale = jnp.pad(scale, ((0, extra), (0, 0)), mode="edge")
@@ -86,7 +77,7 @@ def arrange(
         else:
             fields[f"{name}_scale_2"] = second.reshape(())
     elif form.weight.scale == "float32":
-        scale = jnp.pad(scale, ((0, padded_rows(rows) // 128 - scale.shape[0]), (0, 0)))
+        scale = jnp.pad(scale, ((0, grouped.padded_rows(rows) // 128 - scale.shape[0]), (0, 0)))
     else:
         byte = 127 if form.weight.scale == "ue8m0" else 0
         scale = jnp.pad(scale, ((0, extra), (0, 0)), constant_values=byte)
@@ -104,11 +95,11 @@ def restore(
 
     Scales of fused MXFP4 come back as raised; the values are those of the products.
     """
-    how = packing(form, layout)
+    how = grouped.packing(form, layout)
     words, scale = fields[name], fields[f"{name}_scale"]
     by_block = form.weight.scale == "float32"
     scale = (scale if by_block else grouped.transpose_eights(scale)).swapaxes(-1, -2)
-    padded = padded_rows(n)
+    padded = grouped.padded_rows(n)
     if how is None:
         codes = grouped.from_flat(words)
     else:
@@ -124,30 +115,6 @@ def restore(
             scale = grouped.unfuse(scale, lowest)
     rows = n // 128 if by_block else n
     return _stored(codes[:n], form), scale[:rows]
-
-
-def grouped_shapes(
-    form: WeightFormat, layout: str, hidden: int, inter: int, num_experts: int
-) -> dict[str, tuple[tuple[tuple[int, ...], str], ...]]:
-    """Shapes and dtypes that the routed matrices and their scales may have, by field name."""
-    shapes: dict[str, tuple[tuple[tuple[int, ...], str], ...]] = {}
-    how, spec = packing(form, layout), form.weight
-    for name, rows, k in zip(_ROUTED, (2 * inter, hidden), (hidden, inter), strict=True):
-        n = padded_rows(rows)
-        if how is None:
-            weight = ((num_experts, k // 16, n, 16), "uint8")
-        else:
-            depth = 64 if how.packed_k else 256 // how.row_bits
-            weight = ((num_experts, k // depth, n * depth * how.bits // 32), "int32")
-        if spec.scale == "float32":
-            scale = ((num_experts, k // 128, n // 128), "float32")
-        else:
-            scale = ((num_experts, k // spec.block[1], n), "uint8")
-        shapes[name], shapes[f"{name}_scale"] = (weight,), (scale,)
-        if how is not None and how.fused:
-            by_matrix, by_row = ((num_experts,), "float32"), ((num_experts, n), "bfloat16")
-            shapes[f"{name}_scale_2"] = (by_matrix, by_row)
-    return shapes
 
 
 def fuses_exactly(weights: ExpertWeights) -> bool:
@@ -210,7 +177,7 @@ def to_grouped(weights: ExpertWeights, layout: str, *, by_row: bool | None = Non
     """
     form = WEIGHT_FORMATS[weights.format]
     _check(form, layout)
-    fused = getattr(packing(form, layout), "fused", False)
+    fused = getattr(grouped.packing(form, layout), "fused", False)
     if fused and by_row is None:
         traced = isinstance(weights.w13_weight, jax.core.Tracer)
         by_row = traced or not fuses_exactly(weights)

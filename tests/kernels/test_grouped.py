@@ -19,7 +19,7 @@ from jax_megamoe.compile.compiler import COMPILERS
 from jax_megamoe.compile.cubin import read_kernels
 from jax_megamoe.formats import WEIGHT_FORMATS
 from jax_megamoe.numerics import expert
-from jax_megamoe.op.staging import physical_ids, quantize_tokens
+from jax_megamoe.numerics.tokens import quantize_tokens
 from jax_megamoe.plan.grouped.layer import ROWS, GroupedLayer, plan_grouped
 from jax_megamoe.plan.launch import (
     KernelLaunch,
@@ -28,6 +28,7 @@ from jax_megamoe.plan.launch import (
     TensorMap,
     parameter_block,
 )
+from jax_megamoe.routing.replicas import physical_ids
 
 HIDDEN, INTER, TOP_K, EXPERTS, LOGICAL = 384, 256, 3, 40, 33
 WEIGHTS = {"bf16": "mxfp4", "mxfp8": "mxfp4", "nvfp4": "nvfp4", "fp8_block": "fp8_block"}

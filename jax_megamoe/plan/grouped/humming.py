@@ -92,8 +92,9 @@ def kernel(product: Product, tiles: Tiles) -> KernelSpec:
 
 
 def compiler_arch(arch: int) -> str:
-    """The compiler's name of an architecture: with its own instructions from Hopper on."""
-    return f"sm_{arch}{'a' if arch >= 90 else ''}"
+    """The compiler's name of an architecture: Hopper with its own instructions, Blackwell's for the
+    family."""
+    return f"sm_{arch}{'a' if arch == 90 else 'f' if arch >= 100 else ''}"
 
 
 def launch_config(product: Product, tiles: Tiles, num_sms: int) -> LaunchConfig:

@@ -1,17 +1,19 @@
 """A layer by grouped products, as one plan: sort and quantise, product, activation, product, sum.
 
 Operands: ``x`` bfloat16 [T, H], ``topk_ids`` int32 [T, K], ``topk_weights`` float32 [T, K],
-``padding_mask`` bool [T], ``logical_to_physical`` int32 [num_logical, R] with ``num_replicas`` int32
-[num_logical], ``w13_weight``, ``w13_weight_scale``, ``w13_weight_scale_2``, ``w13_bias`` float32
-[E, 2I] and the same of ``w2``, ``w2_input_scale`` float32 [1], ``stats`` int32 [E]; results ``y``
-bfloat16 [T, H] and the plan's scratch. Nothing outlives the call, and nothing waits for the host.
+``padding_mask`` bool [T], ``logical_to_physical`` int32 [num_logical, R] with ``num_replicas``
+int32 [num_logical], ``w13_weight``, ``w13_weight_scale``, ``w13_weight_scale_2``, ``w13_bias``
+float32 [E, 2I] and the same of ``w2``, ``w2_input_scale`` float32 [1], ``stats`` int32 [E]; results
+``y`` bfloat16 [T, H] and the plan's scratch. Nothing outlives the call, and nothing waits for the
+host.
 """
 
 from dataclasses import dataclass, replace
 
+from jax_megamoe.formats import GROUPED_BF16, GROUPED_FP8, GROUPED_ROWS
 from jax_megamoe.plan.arithmetic import align, ceil_div, cpp_bool
 from jax_megamoe.plan.grouped import humming, tiles
-from jax_megamoe.plan.grouped.product import Product, Tiles
+from jax_megamoe.plan.grouped.product import KNOWN_ARCHS, WEIGHTS, Product, Tiles
 from jax_megamoe.plan.kernel import KernelSpec, LaunchConfig
 from jax_megamoe.plan.launch import (
     Float32,
@@ -29,7 +31,6 @@ MAX_EXPERTS = 512
 """Experts of one rank that the sorting block has room for."""
 _WIDE_SORT = 256
 _THREADS, _COMBINE_THREADS = 256, 128
-_N_MULTIPLE = 256
 
 ROWS = {
     "bf16": ("kBf16", "bf16"),
@@ -41,13 +42,57 @@ ROWS = {
 decoded to BF16, which holds them exactly: mma.sync and wgmma have no block scales."""
 
 
+_BOTH_FP8 = (89, 90, 100, 120)
+
+
+def planned_arch(arch: int) -> int:
+    """The architecture, of those in `KNOWN_ARCHS`, whose kernels a device of `arch` runs; 0: none.
+
+    Mma.sync and what it needs are the same within a generation, except that 8.9 has FP8.
+    """
+    if arch in KNOWN_ARCHS:
+        return arch
+    return {8: 80, 9: 90, 10: 100, 12: 120}.get(arch // 10, 0)
+
+
+def refusal(weights: str, activations: str, arch: int) -> str:
+    """What is expected instead of a recipe on an architecture; empty where it runs."""
+    rules = (
+        (arch in KNOWN_ARCHS, "compute capability 8.0 or newer"),
+        (weights in WEIGHTS, f"weights in one of {[*WEIGHTS]}"),
+        (
+            weights != "fp8_block" or activations == "fp8_block",
+            "fp8_block activations: their weights' scales are no BF16 numbers",
+        ),
+        (
+            activations != "fp8_block" or weights in ("mxfp4", "fp8_block"),
+            "mxfp4 or fp8_block weights beside fp8_block activations",
+        ),
+        (
+            activations != "fp8_block" or arch in _BOTH_FP8,
+            "compute capability 8.9 or newer for fp8_block activations",
+        ),
+        (
+            activations != "fp8_block" or weights != "mxfp4" or arch == 90,
+            "compute capability 9.0 for mxfp4 weights beside fp8_block activations",
+        ),
+    )
+    return next((expected for holds, expected in rules if not holds), "")
+
+
+def layout_of(activations: str) -> str:
+    """The layout of weights beside rows of an activation format."""
+    return GROUPED_FP8 if ROWS[activations][1] != "bf16" else GROUPED_BF16
+
+
 @dataclass(frozen=True, kw_only=True)
 class GroupedLayer:
     """Sizes, formats and options of one call on one device.
 
     Attributes:
-        arch: compute capability times ten.
+        arch: one of `KNOWN_ARCHS`.
         num_sms: multiprocessors.
+        shared_memory: most bytes of a thread block; 0: the architecture's.
         num_experts: whose weights are here.
         num_logical: experts that topk_ids name.
         weights: weight format, a key of `product.WEIGHTS`.
@@ -85,6 +130,7 @@ class GroupedLayer:
     padding_mask: bool = False
     max_replicas: int = 0
     stats: bool = False
+    shared_memory: int = 0
     early: bool = True
     stream_k: bool | None = None
 
@@ -115,7 +161,7 @@ class GroupedLayer:
 
     def tiles(self, w2: bool) -> Tiles:
         """Of a product, whose kernel lets its successor start early."""
-        chosen = tiles.choose(self.product(w2), self.rows, self.num_sms)
+        chosen = tiles.choose(self.product(w2), self.rows, self.num_sms, self.shared_memory)
         if self.stream_k is not None:
             chosen = replace(chosen, stream_k=self.stream_k, ordered=self.stream_k)
         return replace(chosen, pdl=self.overlaps)
@@ -123,7 +169,7 @@ class GroupedLayer:
 
 def padded_rows(n: int) -> int:
     """Rows of a matrix as it is stored: whole tiles of 256."""
-    return align(n, _N_MULTIPLE)
+    return align(n, GROUPED_ROWS)
 
 
 def plan_grouped(layer: GroupedLayer) -> LaunchPlan:

@@ -57,27 +57,26 @@ def sampled_rows(rows: int) -> int:
     return ceil_div(rows, step) * step
 
 
-def choose(product: Product, rows: int, num_sms: int) -> Tiles:
+def choose(product: Product, rows: int, num_sms: int, shared_memory: int = 0) -> Tiles:
     """Tiles of a product over `rows` rows of all its experts together, `rows` at least 1.
 
     All products of a layer get the same block height, so that they share the tables of rows.
+
+    Args:
+        num_sms: multiprocessors.
+        shared_memory: most bytes of a thread block; 0: the architecture's.
     """
     rows = sampled_rows(rows)
-    if product.arch == 90:
-        return _hopper(product, rows, num_sms)
-    return _elsewhere(product, rows, num_sms)
-
-
-def block_m(product: Product, rows: int, num_sms: int) -> int:
-    """Height of the blocks that `choose` gives."""
-    return choose(product, rows, num_sms).block[0]
+    chosen = _hopper if product.arch == 90 else _elsewhere
+    tiles, blocks = chosen(product, rows, num_sms)
+    return _fitted(product, tiles, blocks, num_sms, shared_memory or SHARED_MEMORY[product.arch])
 
 
 _HOPPER_MOST = {("fp8_block", "fp8_f32_128"): 64, ("mxfp4", "fp8_f32_128"): 160}
 """Tallest blocks by weights and inputs; 96 with BF16 inputs."""
 
 
-def _hopper(product: Product, rows: int, num_sms: int) -> Tiles:
+def _hopper(product: Product, rows: int, num_sms: int) -> tuple[Tiles, float]:
     experts = product.num_experts
     wide = _full_blocks(rows, experts, 16) * (product.n // 128) >= num_sms
     most = _HOPPER_MOST.get((product.weights, product.inputs), 96)
@@ -88,7 +87,7 @@ def _hopper(product: Product, rows: int, num_sms: int) -> Tiles:
         tiles = _hopper_bf16(product, height, blocks, wide, num_sms)
     else:
         tiles = _hopper_fp8(product, height, wide, rows >= experts * height)
-    return _fitted(product, tiles, blocks, num_sms)
+    return tiles, blocks
 
 
 def _hopper_fp8(product: Product, height: int, wide: bool, many: bool) -> Tiles:
@@ -137,7 +136,7 @@ def _hopper_bf16(product: Product, height: int, blocks: float, wide: bool, num_s
     return Tiles(wgmma=True, block=(height, 256, depth), warp=(height, 64, 64), stages=4, ctas=2)
 
 
-def _elsewhere(product: Product, rows: int, num_sms: int) -> Tiles:
+def _elsewhere(product: Product, rows: int, num_sms: int) -> tuple[Tiles, float]:
     """mma.sync, by the commonest recorded choice of the architecture."""
     experts, fp8 = product.num_experts, product.input.element is not BF16
     share = rows / experts
@@ -164,18 +163,17 @@ def _elsewhere(product: Product, rows: int, num_sms: int) -> Tiles:
         ctas=ctas,
         pdl=False,
     )
-    return _fitted(product, tiles, expected_blocks(rows, experts, height), num_sms)
+    return tiles, expected_blocks(rows, experts, height)
 
 
-_SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 """Most bytes of a thread block, by architecture (CUDA C++ Programming Guide, compute
 capabilities); the tile's memory times the blocks of a multiprocessor stays within it."""
 
 
-def _fitted(product: Product, tiles: Tiles, blocks: float, num_sms: int) -> Tiles:
+def _fitted(product: Product, tiles: Tiles, blocks: float, num_sms: int, room: int) -> Tiles:
     """The first of smaller and smaller tiles that divides the matrix and fits into memory, with
     the last wave cut along K where there are few waves."""
-    room = _SHARED_MEMORY[product.arch]
     for smaller in _smaller(product, tiles):
         if smaller.ctas * (shared_memory(product, smaller) + 1024) <= room + 1024:
             break
