@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jax_megamoe.compile.cache import cache_folder
 
-CORE = Path(__file__).parent / "core"
+INTERPRETER = Path(__file__).parent / "interpreter"
 ROOT = Path(__file__).parents[2]
 _FLAGS = [
     "-std=c++20", "-O2", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC",
@@ -30,7 +30,7 @@ def folder() -> Path:
 
 
 def _sources() -> list[Path]:
-    return sorted([*CORE.glob("*.cc"), *CORE.glob("instructions/*.cc")])
+    return sorted([*INTERPRETER.glob("*.cc"), *INTERPRETER.glob("instructions/*.cc")])
 
 
 def library_path() -> Path:
@@ -39,7 +39,7 @@ def library_path() -> Path:
     Raises:
         NoCompiler: neither $CXX nor g++ nor clang++ is there.
     """
-    texts = [*_sources(), *sorted(CORE.glob("*.h")), CORE / "opcodes.def"]
+    texts = [*_sources(), *sorted(INTERPRETER.glob("*.h")), INTERPRETER / "opcodes.def"]
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     content = b"".join(path.read_bytes() for path in texts)
     key = hashlib.sha256(content + repr((compiler, _FLAGS)).encode()).hexdigest()[:16]

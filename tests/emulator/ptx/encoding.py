@@ -1,7 +1,7 @@
 """Numbers that the parser and the interpreter share: instructions, types, special registers.
 
-The opcodes are read from ``core/opcodes.def``; the other lists are repeated, in the same order, in
-``core/instruction.h``.
+The opcodes are read from ``interpreter/opcodes.def``; the other lists are repeated, in the same order, in
+``interpreter/instruction.h``.
 """
 
 import re
@@ -14,7 +14,7 @@ class PtxError(Exception):
     """PTX that the emulator does not execute; the text names the line and what is unknown."""
 
 
-CORE = Path(__file__).parents[1] / "core"
+INTERPRETER = Path(__file__).parents[1] / "interpreter"
 
 
 def _numbered(names: str) -> dict[str, int]:
@@ -24,7 +24,7 @@ def _numbered(names: str) -> dict[str, int]:
 OPS = {
     name: i
     for i, name in enumerate(
-        re.findall(r"^OP\((\w+),", (CORE / "opcodes.def").read_text(), re.MULTILINE)
+        re.findall(r"^OP\((\w+),", (INTERPRETER / "opcodes.def").read_text(), re.MULTILINE)
     )
 }
 TYPES = _numbered(
@@ -65,7 +65,7 @@ INSTRUCTION = np.dtype(
     ]
     + [("immediate", "<i8"), ("target", "<i4"), ("line", "<i4")]
 )  # fmt: skip
-"""One instruction, 64 bytes: ``struct Instruction`` of core/instruction.h.
+"""One instruction, 64 bytes: ``struct Instruction`` of interpreter/instruction.h.
 
 `dst` and `src` are offsets into the kernel's operand pool, whose entries are registers (from 0) or
 constants (-1 for the first). `mode`, `mode2` and `flags` mean what the opcode's file says.

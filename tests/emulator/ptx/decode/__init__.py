@@ -1,4 +1,4 @@
-"""Decoders, a file for each class of instructions; core/instructions/ executes them.
+"""Decoders, a file for each class of instructions; interpreter/instructions/ executes them.
 
 Section numbers are those of the PTX ISA 9.0. A decoder takes every qualifier and operand that it
 knows; `Statement.done` refuses what is left.

@@ -2,7 +2,7 @@
 
 from emulator.ptx.statement import Statement, decodes
 
-# Types of a and b: their number in core/instructions/matrix.cc, bits of an element.
+# Types of a and b: their number in interpreter/instructions/matrix.cc, bits of an element.
 _ELEMENTS = {"f16": (0, 16), "bf16": (1, 16), "e4m3": (2, 8), "e5m2": (3, 8), "s8": (4, 8),
              "u8": (5, 8), "e2m1": (6, 4)}  # fmt: skip
 

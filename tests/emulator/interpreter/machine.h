@@ -85,7 +85,7 @@ class Machine {
   const Instruction* instruction_ = nullptr;
 };
 
-// Executes a tcgen05 operation that was issued before (tensor_core.cc).
+// Executes a tcgen05 operation that was issued before (tcgen05_work.cc).
 void Execute(Machine& machine, Cluster& cluster, const TensorOperation& operation);
 
 }  // namespace emulator

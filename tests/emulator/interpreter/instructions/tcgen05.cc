@@ -1,4 +1,4 @@
-// Tensor memory and the issue of tcgen05 operations (PTX ISA 9.7.16; ../tensor_core.cc executes).
+// Tensor memory and the issue of tcgen05 operations (PTX ISA 9.7.16; ../tcgen05_work.cc executes).
 #include <cstring>
 
 #include "../memory.h"
