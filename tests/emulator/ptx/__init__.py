@@ -1,4 +1,4 @@
-"""PTX text to instruction arrays for the interpreter in ../core."""
+"""PTX text to instruction arrays for the interpreter in ../interpreter."""
 
 from emulator.ptx.encoding import PtxError
 from emulator.ptx.module import Kernel, parse

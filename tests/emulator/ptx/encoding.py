@@ -1,7 +1,7 @@
 """Numbers that the parser and the interpreter share: instructions, types, special registers.
 
-The opcodes are read from ``interpreter/opcodes.def``; the other lists are repeated, in the same order, in
-``interpreter/instruction.h``.
+The opcodes are read from ``interpreter/opcodes.def``; the other lists are repeated, in the same
+order, in ``interpreter/instruction.h``.
 """
 
 import re
