@@ -21,7 +21,8 @@ ROOMS = {
     "numerics": ("_checks config formats", "elements quantization expert tokens"),
     "weights": (
         "_checks config formats mesh numerics",
-        "checkpoint.dialects checkpoint.tensors checkpoint.select layout params requantize "
+        "checkpoint.dialects checkpoint.tensors checkpoint.select layout flashinfer_layout "
+        "flashinfer_factors params requantize "
         "checkpoint.buffers checkpoint.projection experts move checkpoint.converted "
         "checkpoint.gather checkpoint.load checkpoint.block_tensors checkpoint.convert checkpoint",
     ),
@@ -29,8 +30,9 @@ ROOMS = {
     "plan": (
         "_checks config formats",
         "device kernel operand arithmetic problem tensor_map family heuristics sm90_heuristics "
-        "limits symmetric_buffer launch expert_maps sgl_staging sm100 sgl_sm90 staging sgl_sm100 "
-        "vllm_sm100 vllm_nvfp4 planner recording",
+        "symmetric_buffer limits launch families.flashinfer_heuristics families.flashinfer_buffer "
+        "families.flashinfer_limits families.flashinfer_launch families expert_maps sgl_staging "
+        "sm100 sgl_sm90 staging sgl_sm100 vllm_sm100 vllm_nvfp4 planner recording",
     ),
     "compile": (
         "_checks plan",
