@@ -21,9 +21,9 @@ from jax_megamoe.config import MoEConfig
 from jax_megamoe.formats import WEIGHT_FORMATS
 from jax_megamoe.measurements import Measurements
 from jax_megamoe.weights.checkpoint import load_experts
+from jax_megamoe.weights.header import StoredTensor, read_header
 from jax_megamoe.weights.layout import w2_scale_to_kernel, w13_to_kernel
 from jax_megamoe.weights.params import default_layout
-from jax_megamoe.weights.source import StoredTensor, read_header
 
 PREFIX = "experts"
 CASES = (

@@ -14,8 +14,8 @@ import numpy as np
 
 from jax_megamoe import quantization
 from jax_megamoe.config import MoEConfig
+from jax_megamoe.weights.header import DTYPES
 from jax_megamoe.weights.params import ExpertWeights
-from jax_megamoe.weights.source import DTYPES
 
 PREFIX = "model.layers.3.mlp.experts"
 

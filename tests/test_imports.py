@@ -14,6 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 ALLOWED = {
     "_checks": "",
+    "_files": "_checks",
     "formats": "_checks",
     "config": "_checks formats",
     "router": "_checks",
@@ -29,7 +30,7 @@ ALLOWED = {
     "_cuda_memory": "_checks compile",
     "_peer_memory": "_checks devices _processes _cuda_memory",
     "symmetric_memory": "_checks _extension _processes _cuda_memory _peer_memory",
-    "weights": "_checks formats config elements quantization",
+    "weights": "_checks _files formats config elements quantization",
     "eplb": "_checks config weights",
     "staging": "config quantization eplb",
     "expert": "config formats quantization weights",
@@ -52,9 +53,9 @@ ALLOWED = {
     "doctor": "_extension compile config deep_gemm devices formats plan sources",
     "measurements": "",
     "bench": "_checks config formats measurements op weights",
-    "bench_load": "_checks config formats measurements weights",
-    "demo": "_checks config formats layer reference weights",
-    "cli": "ahead bench bench_load compile config deep_gemm demo devices doctor formats "
+    "bench_load": "_checks _files config formats measurements weights",
+    "demo": "_checks _files config formats layer reference weights",
+    "cli": "_files ahead bench bench_load compile config deep_gemm demo devices doctor formats "
     "measurements plan sources weights",
     "__main__": "cli",
     "__init__": "config deep_gemm eplb exporting formats op reference router stats weights layer "

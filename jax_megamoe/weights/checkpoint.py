@@ -26,6 +26,7 @@ from jax_megamoe.formats import WEIGHT_FORMATS, WeightFormat
 from jax_megamoe.weights.buffers import ParameterBuffers, place, placement_of
 from jax_megamoe.weights.dialects import SHARED, Dialect, Role
 from jax_megamoe.weights.gather import GateUpOrder, Gathering, Key
+from jax_megamoe.weights.header import StoredTensor
 from jax_megamoe.weights.params import ExpertWeights, check_weights, default_layout
 from jax_megamoe.weights.projection import (
     Cache,
@@ -37,7 +38,7 @@ from jax_megamoe.weights.projection import (
 )
 from jax_megamoe.weights.requantize import requantize
 from jax_megamoe.weights.select import read_quantization_config, stored_scheme
-from jax_megamoe.weights.source import Checkpoint, HeldTensor, StoredTensor
+from jax_megamoe.weights.source import Checkpoint, HeldTensor
 
 Pairs = Iterable[tuple[str, Any]] | Mapping[str, Any]
 

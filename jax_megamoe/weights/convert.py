@@ -11,9 +11,10 @@ from jax_megamoe.weights.checkpoint import load_experts
 from jax_megamoe.weights.converted import save_experts
 from jax_megamoe.weights.dialects import Dialect, Role
 from jax_megamoe.weights.gather import GateUpOrder
+from jax_megamoe.weights.header import StoredTensor
 from jax_megamoe.weights.projection import PACKED, Piece
 from jax_megamoe.weights.select import read_quantization_config, select_format
-from jax_megamoe.weights.source import Checkpoint, StoredTensor
+from jax_megamoe.weights.source import Checkpoint
 
 _ANY_EXPERT = 1 << 20
 

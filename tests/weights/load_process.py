@@ -7,7 +7,6 @@ Prints how many bytes it read, and the SHA-256 of the part of w2_weight that its
 
 import hashlib
 import sys
-from typing import Any
 
 import jax
 import numpy as np
@@ -15,6 +14,7 @@ from jax.sharding import Mesh
 
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.weights.checkpoint import load_experts
+from jax_megamoe.weights.header import StoredTensor
 
 
 def main() -> None:
@@ -23,15 +23,15 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", 2)
     jax.distributed.initialize(address, 2, int(process))
     read = 0
-    fromfile = np.fromfile
+    read_tensor = StoredTensor.read
 
-    def counted(*args: Any, **kwargs: Any) -> np.ndarray:
+    def counted(tensor: StoredTensor, index: int | None = None) -> np.ndarray:
         nonlocal read
-        array = fromfile(*args, **kwargs)
+        array = read_tensor(tensor, index)
         read += array.nbytes
         return array
 
-    np.fromfile = counted
+    StoredTensor.read = counted
     config = MoEConfig(
         num_experts=experts,
         top_k=1,
