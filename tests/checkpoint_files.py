@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jax_megamoe import quantization
 from jax_megamoe.config import MoEConfig
+from jax_megamoe.numerics import quantization
 from jax_megamoe.weights.header import DTYPES
 from jax_megamoe.weights.params import ExpertWeights
 

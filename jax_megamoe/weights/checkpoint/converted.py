@@ -1,0 +1,178 @@
+"""Parameters on disk in kernel layout: a safetensors file that is read and handed to the devices.
+
+The header's metadata says what is in it: a version, the format, the layout and the sizes. A file of
+another version, format, layout or size is refused, never transformed. Parameters are copies: what
+becomes of the file after loading changes none. (Mapped ones would change with a file written in
+place, and end the process where it is cut short.)
+"""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jax_megamoe import _checks
+from jax_megamoe._files import replaced
+from jax_megamoe.config import MoEConfig
+from jax_megamoe.weights.checkpoint.buffers import Placement, place
+from jax_megamoe.weights.header import DTYPES, StoredTensor, read_header
+from jax_megamoe.weights.params import (
+    ARRAY_FIELDS,
+    ExpertWeights,
+    check_weights,
+    default_layout,
+    with_max_input_scale,
+)
+
+FILE_VERSION = 1
+"""Changes when a kernel layout of the same name does."""
+
+_ALIGNMENT = 64
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_SIZES = ("num_experts", "hidden_size", "intermediate_size", "num_shared_experts")
+
+
+def save_experts(path: str | Path, config: MoEConfig, weights: ExpertWeights) -> None:
+    """Writes parameters as they are to `path`, one array after another.
+
+    The file appears whole, at the end, in place of an existing one; after an error that is as it
+    was. What a killed process left beside it goes.
+
+    Args:
+        path: the file, usually ``*.safetensors``.
+        config: the layer.
+        weights: its parameters, sharded in any way; every shard must be on a device of this
+            process.
+
+    Raises:
+        ValueError: parameters that are not the config's, or shards of other processes.
+        OSError: the folder cannot be written, or is full; `path` is a folder.
+    """
+    check_weights(config, weights)
+    arrays = weights.arrays()
+    for name, array in arrays.items():
+        if not array.is_fully_addressable:
+            expected = "an array whose shards are all on this process's devices"
+            raise ValueError(_checks.message(f"weights.{name}", expected, array.sharding))
+    with replaced(Path(path)) as file:
+        file.write(_header(_metadata(config, weights.layout), arrays))
+        for name, array in arrays.items():
+            for block in _blocks(name, array):
+                file.write(np.ascontiguousarray(block).view(np.uint8).data)
+
+
+def load_converted(
+    path: str | Path,
+    config: MoEConfig,
+    *,
+    mesh: Mesh | None = None,
+    axis: str | tuple[str, ...] | None = None,
+) -> ExpertWeights:
+    """Parameters that `save_experts` wrote; only this process's experts are read.
+
+    Args:
+        path: the file, which may be replaced or removed once this returns.
+        config: the layer, of the format, layout and sizes in the file.
+        mesh: shards the experts over `axis`; None: all on the default device.
+        axis: the mesh axis, or axes.
+
+    Raises:
+        ValueError: no such file of parameters; another version, format, layout or size; named;
+            a file that is damaged, or written meanwhile.
+        TypeError: a parameter of another dtype.
+        FileNotFoundError: no such file.
+    """
+    path = Path(path)
+    tensors, metadata = read_header(path)
+    expected = _metadata(config, default_layout(config))
+    for key, value in expected.items():
+        if metadata.get(key) != value:
+            raise ValueError(
+                _checks.message(
+                    f"{key} of {path.name}",
+                    repr(value),
+                    repr(metadata.get(key)),
+                    "convert the checkpoint again for this config",
+                )
+            )
+    for name in tensors:
+        _checks.one_of(f"tensor in {path.name}", name, ARRAY_FIELDS)
+    structs: dict[str, Any] = {
+        name: jax.ShapeDtypeStruct(each.shape, each.dtype) for name, each in tensors.items()
+    }
+    layout = default_layout(config)
+    missing = {name: None for name in ("w13_weight", "w2_weight") if name not in tensors}
+    weights = ExpertWeights(**structs, **missing, format=config.weight_format.name, layout=layout)
+    # Before a tensor is read.
+    check_weights(config, weights)
+    placement = place(config, mesh, axis)
+    arrays: dict[str, Any] = {name: _copied(each, placement) for name, each in tensors.items()}
+    return with_max_input_scale(replace(weights, **arrays))
+
+
+def _copied(tensor: StoredTensor, placement: Placement) -> jax.Array:
+    return placement.to_devices(tensor.name, tensor.shape, lambda part: tensor.read_rows(*part))
+
+
+def _metadata(config: MoEConfig, layout: str) -> dict[str, str]:
+    fused = config.shared_format if config.num_shared_experts else None
+    known = dict(
+        jax_megamoe_version=FILE_VERSION,
+        weight_format=config.weight_format.name,
+        layout=layout,
+        shared_format=fused,
+        **{name: getattr(config, name) for name in _SIZES},
+        num_logical_experts=config.logical_experts,
+    )
+    return {name: str(value) for name, value in known.items()}
+
+
+def _header(metadata: dict[str, str], arrays: dict[str, jax.Array]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": metadata}
+    offset = 0
+    for name, array in arrays.items():
+        size = array.size * array.dtype.itemsize
+        entries[name] = dict(
+            dtype=_NAMES[np.dtype(array.dtype)],
+            shape=array.shape,
+            data_offsets=[offset, offset + size],
+        )
+        offset += size
+    text = json.dumps(entries).encode()
+    # Spaces after the JSON keep the arrays on a boundary that a device can map.
+    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _blocks(name: str, array: jax.Array) -> Iterable[np.ndarray]:
+    """The array in order, a range of its leading axis at a time, put together from all shards.
+
+    Raises:
+        ValueError: the shards do not cover the array.
+    """
+    ranges: dict[tuple[int, int], dict[tuple[Any, ...], jax.Array]] = defaultdict(dict)
+    for shard in array.addressable_shards:
+        start, stop, _ = shard.index[0].indices(array.shape[0])
+        inner = tuple((each.start, each.stop) for each in shard.index[1:])
+        ranges[start, stop][inner] = shard.data  # replicas are alike
+    covered = 0
+    for (start, stop), parts in sorted(ranges.items()):
+        size = (stop - start) * math.prod(array.shape[1:])
+        if start != covered or sum(part.size for part in parts.values()) != size:
+            expected = "shards that cover it, each entry once"
+            raise ValueError(_checks.message(f"weights.{name}", expected, array.sharding))
+        covered = stop
+        if len(parts) == 1:
+            yield np.asarray(next(iter(parts.values())))
+            continue
+        block = np.empty((stop - start, *array.shape[1:]), array.dtype)
+        for inner, part in parts.items():
+            block[slice(None), *(slice(*bounds) for bounds in inner)] = part
+        yield block
