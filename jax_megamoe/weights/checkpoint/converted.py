@@ -22,7 +22,7 @@ from jax_megamoe import _checks
 from jax_megamoe._files import replaced
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.weights.checkpoint.buffers import Placement, place
-from jax_megamoe.weights.header import DTYPES, StoredTensor, read_header
+from jax_megamoe.weights.checkpoint.header import DTYPES, StoredTensor, read_header
 from jax_megamoe.weights.params import (
     ARRAY_FIELDS,
     ExpertWeights,

@@ -11,7 +11,13 @@ import numpy as np
 
 from jax_megamoe import _checks
 from jax_megamoe._files import read_json
-from jax_megamoe.weights.header import StoredTensor, json_kind, json_name, paired, read_header
+from jax_megamoe.weights.checkpoint.header import (
+    StoredTensor,
+    json_kind,
+    json_name,
+    paired,
+    read_header,
+)
 
 _LONGEST_PATH = 255
 """Bytes of a path in an index; file systems take no longer name."""

@@ -13,8 +13,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_megamoe.config import MoEConfig
+from jax_megamoe.weights.checkpoint.header import StoredTensor
 from jax_megamoe.weights.checkpoint.load import load_experts
-from jax_megamoe.weights.header import StoredTensor
 
 
 def main() -> None:

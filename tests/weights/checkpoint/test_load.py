@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.weights.checkpoint import load as checkpoint
+from jax_megamoe.weights.checkpoint.header import StoredTensor
 from jax_megamoe.weights.checkpoint.load import ExpertLoader, load_experts, reload_experts
-from jax_megamoe.weights.header import StoredTensor
 from jax_megamoe.weights.params import ExpertWeights
 
 E, H, INTER = 8, 128, 128

@@ -14,9 +14,9 @@ import pytest
 from checkpoint_files import PREFIX
 from safetensors import SafetensorError, safe_open
 
+from jax_megamoe.weights.checkpoint.header import read_header
 from jax_megamoe.weights.checkpoint.load import load_experts
 from jax_megamoe.weights.checkpoint.tensors import HeldTensor
-from jax_megamoe.weights.header import read_header
 
 E, H, INTER = 4, 256, 128
 UP = f"{PREFIX}.2.up_proj"
