@@ -15,13 +15,15 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 ROOMS = {
     "_checks": ("", ""),
+    "_files": ("_checks", ""),
     "mesh": ("", ""),
     "formats": ("_checks", ""),
     "config": ("_checks formats", ""),
     "numerics": ("_checks config formats", "elements quantization expert tokens"),
     "weights": (
-        "_checks config formats mesh numerics",
-        "checkpoint.dialects checkpoint.tensors checkpoint.select layout params requantize "
+        "_checks _files config formats mesh numerics",
+        "checkpoint.dialects checkpoint.header checkpoint.tensors checkpoint.select layout "
+        "flashinfer_layout flashinfer_factors params requantize "
         "checkpoint.buffers checkpoint.projection experts move checkpoint.converted "
         "checkpoint.gather checkpoint.load checkpoint.block_tensors checkpoint.convert checkpoint",
     ),
@@ -29,8 +31,9 @@ ROOMS = {
     "plan": (
         "_checks config formats",
         "device kernel operand arithmetic problem tensor_map family heuristics sm90_heuristics "
-        "symmetric_buffer limits launch expert_maps sgl_staging sm100 sgl_sm90 staging sgl_sm100 "
-        "vllm_sm100 vllm_nvfp4 planner recording",
+        "symmetric_buffer limits launch families.flashinfer_heuristics families.flashinfer_buffer "
+        "families.flashinfer_limits families.flashinfer_launch families expert_maps sgl_staging "
+        "sm100 sgl_sm90 staging sgl_sm100 vllm_sm100 vllm_nvfp4 planner recording",
     ),
     "compile": (
         "_checks plan",
@@ -51,7 +54,7 @@ ROOMS = {
         "replicated hf_config shared_expert router_layer layer block",
     ),
     "cli": (
-        "_checks compile config formats launch nn op plan runtime weights",
+        "_checks _files compile config formats launch nn op plan runtime weights",
         "measurements demo.result demo.picture demo.checkpoint bench_load ahead sources doctor "
         "bench demo.run demo main",
     ),
