@@ -189,7 +189,9 @@ def tensor_cases() -> Iterator[Case]:
         out = np.zeros(num_bytes // 4, np.uint32)
         descriptor = TensorMap(2, type, dims, strides, box, swizzle, fill)
         arguments = [given, out, data, descriptor]
-        yield Case(f"load_{name}", "tensor_copy", f"load{len(dims)}", arguments, 1, 128, 1, num_bytes)
+        yield Case(
+            f"load_{name}", "tensor_copy", f"load{len(dims)}", arguments, 1, 128, 1, num_bytes
+        )
     for swizzle, at in ((128, (128, 5)), (64, (64, -3)), (0, (240, 36)), (32, (32, 39))):
         width = swizzle or 64
         given = np.array([*at, width * 8], np.int32).view(np.uint32)
