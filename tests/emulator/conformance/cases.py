@@ -135,7 +135,7 @@ def row_cases() -> Iterator[Case]:
     for file, kernels in ROW_KERNELS.items():
         for kernel in kernels:
             rows = rows_of(file, kernel)
-            grid, block = (2, 128) if kernel in ("cluster", "bulk", "barriers") else (2, 128)
+            grid, block = 2, 128
             threads = grid * block
             if kernel.startswith("mma"):
                 types = {"mma_e5m2": ("e5m2", "e4m3")}.get(kernel, (kernel[4:],) * 2)

@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import os
 import subprocess
 import tempfile
 from pathlib import Path
@@ -32,5 +31,5 @@ def ptx(file: str) -> str:
             made = source.with_suffix(".ptx")
             options = [f"-arch={cases.ARCH}", "-std=c++20", f"-I{cases.FOLDER}"]
             subprocess.run([nvcc, "-ptx", *options, "-o", made, source], check=True)
-            os.replace(made, kept)
+            made.replace(kept)
     return kept.read_text()

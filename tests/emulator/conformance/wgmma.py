@@ -75,6 +75,7 @@ class Wgmma:
     }}"""
         else:
             load = "\n    const uint64_t a_step = a_tile + step * 2;"
+        mode = f"{self.swizzle}, {_SWIZZLE_BITS[self.swizzle]}"
         return f"""
 extern "C" __global__ void __launch_bounds__(128) {self.name}(const uint32_t* in, uint32_t* out) {{
   extern __shared__ __align__(1024) uint32_t tiles[];
@@ -85,9 +86,8 @@ extern "C" __global__ void __launch_bounds__(128) {self.name}(const uint32_t* in
   CopyTile<{self.swizzle}>(b, tiles + {64 * self.swizzle // 4}, {self.columns});
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   __syncthreads();
-  [[maybe_unused]] const uint64_t a_tile = Descriptor<{self.swizzle}, {_SWIZZLE_BITS[self.swizzle]}>(tiles);
-  const uint64_t b_tile =
-      Descriptor<{self.swizzle}, {_SWIZZLE_BITS[self.swizzle]}>(tiles + {64 * self.swizzle // 4});
+  [[maybe_unused]] const uint64_t a_tile = Descriptor<{mode}>(tiles);
+  const uint64_t b_tile = Descriptor<{mode}>(tiles + {64 * self.swizzle // 4});
   float d[{count}];
   for (uint32_t k = 0; k < {count}; ++k)
     d[k] = __uint_as_float(start[Place(k, lane, warp, {self.columns})]);
