@@ -7,7 +7,8 @@ import plans
 import pytest
 from recording import RecordingDriver
 
-from jax_megamoe import _extension, launcher
+from jax_megamoe.launch import launcher
+from jax_megamoe.runtime import extension
 
 KEY = "test/threads"
 BASE = 1 << 40
@@ -17,12 +18,12 @@ NO_BUFFER = f'"{KEY}" on device 0: expected one allocated in this process, got n
 
 def register() -> None:
     """Names a made-up buffer."""
-    _extension.module().register_symmetric_buffer(KEY, 0, BASE, [BASE], 0, plans.BUFFER_BYTES)
+    extension.module().register_symmetric_buffer(KEY, 0, BASE, [BASE], 0, plans.BUFFER_BYTES)
 
 
 def unregister() -> None:
     """Forgets it."""
-    _extension.module().unregister_symmetric_buffer(KEY, 0)
+    extension.module().unregister_symmetric_buffer(KEY, 0)
 
 
 def program(symbol: str) -> Any:
