@@ -1,7 +1,9 @@
 """The custom call: choose the kernel, get its buffer, launch it on each rank."""
 
 import contextlib
+import dataclasses
 import hashlib
+import importlib.metadata
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -177,15 +179,29 @@ def find_route(
         ids = [[device.id for device in group] for group in groups]
         key = name + hashlib.sha256(str(ids).encode()).hexdigest()[:16]
     route = Route(spec, source, ranks, key, fuses)
-    if num_tokens:
-        _build(route.plan(config, num_tokens))
+    plan = route.plan(config, num_tokens) if num_tokens else None
     if groups is not None:
-        symmetric_memory.allocate(key, num_bytes, groups)
+        facts = _facts(routed, source)
+        symmetric_memory.allocate(key, num_bytes, groups, facts=facts, prepare=lambda: _build(plan))
+    _build(plan)
     return route
 
 
-def _build(plan: LaunchPlan) -> None:
+def _facts(config: MoEConfig, source: str) -> dict[str, object]:
+    """What must be equal in every process of a layer, in words for an error."""
+    fields = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
+    return {
+        **fields,
+        "weight_format": config.weight_format.name,
+        "kernel source": f"{source} {compiler.find_source(source).version}",
+        "jax_megamoe": importlib.metadata.version("jax-megamoe"),
+    }
+
+
+def _build(plan: LaunchPlan | None) -> None:
     """Has the kernels of a plan compiled, or read from the cache."""
+    if plan is None:
+        return
     for step in plan.steps:
         if isinstance(step, KernelLaunch):
             compiler.build(step.kernel)
