@@ -79,8 +79,18 @@ class Memory:
         self.allocated: dict[str, list[list[int]]] = {}
         self.num_bytes = 0
 
-    def allocate(self, key: str, num_bytes: int, groups: Sequence[Sequence[jax.Device]]) -> None:
+    def allocate(
+        self,
+        key: str,
+        num_bytes: int,
+        groups: Sequence[Sequence[jax.Device]],
+        *,
+        prepare: Callable[[], object] = lambda: None,
+        **_: Any,
+    ) -> None:
         """Names a buffer on each device; again with the same key, nothing."""
+        if key not in self.allocated:
+            prepare()
         self.num_bytes = num_bytes
         ids = [[device.id for device in group] for group in groups]
         assert self.allocated.setdefault(key, ids) == ids, f"{key} on other devices"
@@ -150,7 +160,8 @@ class Emulation:
 
     def device_spec(self, _: jax.Device, reserved_sms: int = 0) -> DeviceSpec:
         """In place of `devices.device_spec`."""
-        return dataclasses.replace(self.device, num_sms=self.device.num_sms - reserved_sms)
+        num_sms = self.device.num_sms - reserved_sms
+        return dataclasses.replace(self.device, num_sms=num_sms, reserved_sms=reserved_sms)
 
     def build(self, spec: KernelSpec) -> bytes:
         """In place of `compile.build`."""

@@ -20,6 +20,7 @@ from jax_megamoe.compile import DISTRIBUTIONS, BuildError, fetch_source, find_so
 from jax_megamoe.config import Activation, MoEConfig
 from jax_megamoe.formats import WEIGHT_FORMATS
 from jax_megamoe.launch.deep_gemm import check_supported
+from jax_megamoe.plan import SOURCES
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.runtime.devices import KNOWN_DEVICES
 
@@ -81,7 +82,7 @@ def able_sources(
     config: MoEConfig, device: jax.Device | DeviceSpec, num_ranks: int = 1
 ) -> tuple[str, ...]:
     """The sources that run a config on a device like this one, found or not, if asked for."""
-    asked = (replace(config, kernel_source=name) for name in DISTRIBUTIONS)
+    asked = (replace(config, kernel_source=name) for name in SOURCES)
     sources = (_source(one, device, num_ranks) for one in asked)
     return tuple(source for source in sources if source is not None)
 

@@ -100,7 +100,7 @@ def cache_key(spec: KernelSpec, source: KernelSource, compiler: Compiler) -> Key
     return Key(
         _kernel_digest(spec, source),
         compiler.name,
-        digest(compiler.version, *compiler.flags(spec.arch)),
+        digest(compiler.version, *compiler.flags(spec.arch, spec.options)),
     )
 
 
@@ -239,7 +239,9 @@ def _compile(
     """The cubin and its description for the cache."""
     _log.info("compiling %s with %s %s", _named(spec, source), compiler.name, compiler.version)
     try:
-        done = compiler.compile(generate(spec, source), spec.arch, source.include_dir)
+        done = compiler.compile(
+            generate(spec, source), spec.arch, source.include_dirs, spec.options
+        )
     except CompilationFailed as error:
         raise CompileError(
             f"{compiler.name} {compiler.version} cannot compile {_named(spec, source)}.\n"
@@ -253,7 +255,7 @@ def _compile(
         "source_version": source.version,
         "compiler": compiler.name,
         "compiler_version": compiler.version,
-        "flags": compiler.flags(spec.arch),
+        "flags": compiler.flags(spec.arch, spec.options),
         **dataclasses.asdict(done.resources),
         "seconds": done.seconds,
         "cubin_bytes": len(done.cubin),

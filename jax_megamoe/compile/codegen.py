@@ -8,7 +8,11 @@ CODEGEN_VERSION = 1
 
 # Structs passed by value: bytes and alignment with which the launcher lays them out
 # (deepgemm-abi.md section 8).
-_STRUCTS = {"deep_gemm::layout::SymBuffer": (592, 8), "cute::TmaDescriptor": (128, 128)}
+_STRUCTS = {
+    "deep_gemm::layout::SymBuffer": (592, 8),
+    "flashinfer::megamoe::layout::SymBuffer": (592, 8),
+    "cute::TmaDescriptor": (128, 128),
+}
 
 
 def generate(spec: KernelSpec, source: KernelSource) -> str:
@@ -32,7 +36,7 @@ def generate(spec: KernelSpec, source: KernelSource) -> str:
     )
     assertions = "\n".join(f'static_assert({check},\n    "{complaint}");' for check in checks)
     return f"""\
-#include <{spec.header}>
+{spec.prelude}#include <{spec.header}>
 #include <cuda/std/type_traits>
 
 using namespace {source.namespace};

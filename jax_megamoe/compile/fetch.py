@@ -55,7 +55,7 @@ def fetch_source(
     """Downloads the headers of a kernel source, unless the cache has them.
 
     Args:
-        name: ``"sgl"`` or ``"vllm"``.
+        name: a key of `DISTRIBUTIONS`.
         version: the distribution's; None: the one that this package plans for.
         on_progress: called with the bytes downloaded and all bytes of the wheel.
 
@@ -216,7 +216,7 @@ def _check_hash(name: str, path: Path, wheel: Wheel) -> None:
 
 def _unpack(pinned: Distribution, path: Path) -> Path:
     """A folder beside a wheel with its headers, licences and metadata, and their manifest."""
-    kept = (f"{pinned.headers}/*", "*.dist-info/licenses/*", "*.dist-info/METADATA")
+    kept = (f"{pinned.headers / pinned.kept}/*", "*.dist-info/licenses/*", "*.dist-info/METADATA")
     folder = path.with_name("tree")
     with zipfile.ZipFile(path) as archive:
         names = [n for n in archive.namelist() if any(fnmatch(n, pattern) for pattern in kept)]

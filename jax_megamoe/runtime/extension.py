@@ -13,7 +13,7 @@ import jax
 
 from jax_megamoe import compile as compiler
 from jax_megamoe._checks import message
-from jax_megamoe.plan.kernel import KernelSpec
+from jax_megamoe.plan.kernel import CodeOptions, KernelSpec
 
 TARGET = "jax_megamoe_launch"
 """FFI target that XLA runs outside CUDA graphs."""
@@ -32,6 +32,7 @@ def decode_kernel(text: str) -> KernelSpec:
     fields: dict[str, Any] = json.loads(text)
     for name in ("template_args", "parameter_types"):
         fields[name] = tuple(fields[name])
+    fields["options"] = CodeOptions(**fields.get("options", {}))
     return KernelSpec(**fields)
 
 

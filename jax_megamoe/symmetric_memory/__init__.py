@@ -13,7 +13,6 @@ import functools
 import hashlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -21,13 +20,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_megamoe import _checks
+from jax_megamoe.mesh import Axis, axis_names
 from jax_megamoe.runtime import extension
 from jax_megamoe.symmetric_memory.cuda import CudaDriver, Driver
 from jax_megamoe.symmetric_memory.peer import Groups, PeerMemory, Registration
 from jax_megamoe.symmetric_memory.processes import Team
 
 
-def groups_of(mesh: Mesh, axis: str | tuple[str, ...]) -> list[list[jax.Device]]:
+def groups_of(mesh: Mesh, axis: Axis) -> list[list[jax.Device]]:
     """The devices of each expert-parallel group of a mesh, in rank order.
 
     Args:
@@ -37,7 +37,7 @@ def groups_of(mesh: Mesh, axis: str | tuple[str, ...]) -> list[list[jax.Device]]
     Returns:
         One group for each index of the other axes.
     """
-    names = (axis,) if isinstance(axis, str) else tuple(axis)
+    names = axis_names(axis)
     places = [mesh.axis_names.index(name) for name in names]
     last = np.moveaxis(mesh.devices, places, range(-len(places), 0))
     size = int(np.prod([mesh.shape[name] for name in names]))
@@ -107,7 +107,7 @@ class SymmetricMemory:
         num_bytes: int,
         groups: Groups,
         *,
-        facts: Mapping[str, object] = MappingProxyType({}),
+        facts: Callable[[], Mapping[str, object]] = dict,
         prepare: Callable[[], object] | None = None,
         timeout: float | None = None,
     ) -> None:
@@ -122,7 +122,8 @@ class SymmetricMemory:
             key: names the buffers; the same on every rank.
             num_bytes: of each buffer.
             groups: the devices of each expert-parallel group in rank order (see `groups_of`).
-            facts: what else must be equal in every process, by name; compared as text.
+            facts: returns what else must be equal in every process, by name; compared as text.
+                Called if there are several processes.
             prepare: called once the processes agree, before anything is allocated; if it raises in
                 one process, the others raise too.
             timeout: as for `meet`.
@@ -148,7 +149,7 @@ class SymmetricMemory:
             with self._lock:
                 if key not in self._buffers:
                     team = _team_for_buffer(key, ids, groups, timeout)
-                    team.agree({**facts, "num_bytes": num_bytes, "key": key})
+                    team.agree(lambda: {**facts(), "num_bytes": num_bytes, "key": key})
                     if prepare is not None:
                         team.share("prepare", lambda: bool(prepare()))
                     buffer = self._allocate(team, key, num_bytes, groups)

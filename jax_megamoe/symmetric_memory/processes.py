@@ -92,17 +92,20 @@ class Team:
             raise RuntimeError(_checks.message(self._name, expected, "; ".join(failed)))
         return {process: answer["value"] for process, answer in answers.items()}
 
-    def agree(self, facts: Mapping[str, object]) -> None:
+    def agree(self, facts: Callable[[], Mapping[str, object]]) -> None:
         """Compares what every process must have alike, as texts, before anything depends on it.
 
         Args:
-            facts: values by name, those first whose difference explains the others'.
+            facts: returns values by name, those first whose difference explains the others'. Not
+                called where this process is alone.
 
         Raises:
             ValueError: a value differs, in every process alike: names the first such value and what
                 each process has.
         """
-        said = self.share("compare", lambda: {name: str(value) for name, value in facts.items()})
+        if self._client is None:
+            return
+        said = self.share("compare", lambda: {name: str(v) for name, v in facts().items()})
         names = dict.fromkeys(name for each in said.values() for name in each)
         for name in names:
             values = {process: each.get(name, "none") for process, each in said.items()}

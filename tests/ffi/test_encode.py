@@ -8,6 +8,7 @@ import plans
 import pytest
 
 from jax_megamoe.launch import launcher
+from jax_megamoe.plan.kernel import CodeOptions
 from jax_megamoe.plan.launch import KernelLaunch, LaunchPlan, Pointer
 from jax_megamoe.plan.operand import Operand
 from jax_megamoe.runtime import extension
@@ -64,6 +65,8 @@ def test_a_kernel_travels_with_its_specification_once() -> None:
     assert attributes["kernels.0.symbol"] == plans.KERNEL.symbol
     other = dataclasses.replace(plans.KERNEL, template_args=("2", "true"))
     assert extension.encode_kernel(other) != text
+    other = dataclasses.replace(plans.KERNEL, prelude="#define A\n", options=CodeOptions(5, True))
+    assert extension.decode_kernel(extension.encode_kernel(other)) == other
 
 
 def test_a_plan_without_the_buffer_names_none() -> None:

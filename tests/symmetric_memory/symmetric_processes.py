@@ -97,7 +97,9 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "shortage": lambda: exchange(FakeDriver(free=RANK * (1 << 20))),
     "sizes": lambda: exchange(FakeDriver(), NUM_BYTES + RANK),
     "keys": lambda: exchange(FakeDriver(), key=f"{KEY}/{RANK}"),
-    "facts": lambda: exchange(FakeDriver(), NUM_BYTES + RANK, facts={"a": 1, "b": "x" * RANK}),
+    "facts": lambda: exchange(
+        FakeDriver(), NUM_BYTES + RANK, facts=lambda: {"a": 1, "b": "x" * RANK}
+    ),
     "configs": configs,
     "prepare": lambda: exchange(FakeDriver(), prepare=unprepared),
     "refused": lambda: exchange(FakeDriver(refuse="import_handle" if RANK else "")),
