@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import logging
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import cases
