@@ -43,7 +43,7 @@ ROOMS = {
     "symmetric_memory": ("_checks compile mesh runtime", "processes cuda peer"),
     "launch": (
         "_checks compile config mesh numerics plan routing runtime symmetric_memory weights",
-        "launcher deep_gemm",
+        "launcher facts deep_gemm",
     ),
     "op": (
         "_checks compile config formats launch mesh numerics routing symmetric_memory weights",

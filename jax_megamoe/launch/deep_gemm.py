@@ -1,13 +1,11 @@
 """The custom call: choose the kernel, get its buffer, launch it on each rank."""
 
 import contextlib
-import dataclasses
 import hashlib
-import importlib.metadata
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +16,7 @@ from jax_megamoe import _checks, symmetric_memory
 from jax_megamoe import compile as compiler
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.launch import launcher
+from jax_megamoe.launch.facts import facts
 from jax_megamoe.mesh import Axis, axis_names
 from jax_megamoe.numerics import expert
 from jax_megamoe.plan import SOURCES, check_sizes, plan_mega_moe
@@ -178,34 +177,17 @@ def find_route(
         ids = [[device.id for device in group] for group in groups]
         key = name + hashlib.sha256(str(ids).encode()).hexdigest()[:16]
     route = Route(spec, source, ranks, key, fuses)
-    plan = route.plan(config, num_tokens) if num_tokens else None
+    build = partial(_build, route.plan(config, num_tokens)) if num_tokens else None
     if groups is not None:
-        symmetric_memory.allocate(
-            key,
-            layout.num_bytes,
-            groups,
-            facts=lambda: _facts(routed, source),
-            prepare=lambda: _build(plan),
-        )
-    _build(plan)
+        told = partial(facts, routed, source)
+        symmetric_memory.allocate(key, layout.num_bytes, groups, facts=told, prepare=build)
+    if build is not None:
+        build()  # where the buffer was there
     return route
 
 
-def _facts(config: MoEConfig, source: str) -> dict[str, object]:
-    """What must be equal in every process of a layer, in words for an error."""
-    fields = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
-    return {
-        **fields,
-        "weight_format": config.weight_format.name,
-        "kernel source": f"{source} {compiler.find_source(source).version}",
-        "jax_megamoe": importlib.metadata.version("jax-megamoe"),
-    }
-
-
-def _build(plan: LaunchPlan | None) -> None:
+def _build(plan: LaunchPlan) -> None:
     """Has the kernels of a plan compiled, or read from the cache."""
-    if plan is None:
-        return
     for step in plan.steps:
         if isinstance(step, KernelLaunch):
             compiler.build(step.kernel)
