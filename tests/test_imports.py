@@ -15,16 +15,18 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 ROOMS = {
     "_checks": ("", ""),
+    "_files": ("_checks", ""),
     "mesh": ("", ""),
     "formats": ("_checks", ""),
     "config": ("_checks formats", ""),
     "numerics": ("_checks config formats", "elements quantization expert tokens"),
     "weights": (
-        "_checks config formats mesh numerics",
-        "checkpoint.dialects checkpoint.tensors checkpoint.select layout flashinfer_layout "
-        "flashinfer_factors params requantize "
-        "checkpoint.buffers checkpoint.projection experts move checkpoint.converted "
-        "checkpoint.gather checkpoint.load checkpoint.block_tensors checkpoint.convert checkpoint",
+        "_checks _files config formats mesh numerics",
+        "checkpoint.families checkpoint.fields checkpoint.patterns checkpoint.dialects "
+        "checkpoint.header checkpoint.tensors layout flashinfer_layout flashinfer_factors params "
+        "requantize checkpoint.buffers checkpoint.projection checkpoint.select experts move "
+        "checkpoint.converted checkpoint.gather checkpoint.load checkpoint.block_tensors "
+        "checkpoint.convert checkpoint",
     ),
     "routing": ("_checks config mesh numerics weights", "router replicas rebalance stats"),
     "plan": (
@@ -42,7 +44,7 @@ ROOMS = {
     "symmetric_memory": ("_checks compile mesh runtime", "processes cuda peer"),
     "launch": (
         "_checks compile config mesh numerics plan routing runtime symmetric_memory weights",
-        "launcher deep_gemm",
+        "launcher facts deep_gemm",
     ),
     "op": (
         "_checks compile config formats launch mesh numerics routing symmetric_memory weights",
@@ -50,10 +52,10 @@ ROOMS = {
     ),
     "nn": (
         "_checks config formats launch mesh numerics op routing weights",
-        "replicated hf_config shared_expert router_layer layer block",
+        "replicated hf_config storage shared_expert router_layer layer block",
     ),
     "cli": (
-        "_checks compile config formats launch nn op plan runtime weights",
+        "_checks _files compile config formats launch nn op plan runtime weights",
         "measurements demo.result demo.picture demo.checkpoint bench_load ahead sources doctor "
         "bench demo.run demo main",
     ),

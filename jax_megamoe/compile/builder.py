@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jax_megamoe._checks import message, one_of
+from jax_megamoe._checks import described, message, one_of
 from jax_megamoe.compile.cache import KernelCache, Key, cache_folder, digest
 from jax_megamoe.compile.codegen import CODEGEN_VERSION, generate
 from jax_megamoe.compile.compiler import COMPILERS, CompilationFailed, Compiled, Compiler
@@ -164,7 +164,10 @@ def compile_many(
 
 
 def describe_toolchain() -> tuple[Finding, ...]:
-    """What `build` would use, and for each part that is absent the command that brings it."""
+    """What `build` would use, and for each part that is absent the command that brings it.
+
+    Never raises: what a part raises is its finding.
+    """
 
     def describe_source(name: str) -> str:
         source = find_source(name)
@@ -189,6 +192,8 @@ def describe_toolchain() -> tuple[Finding, ...]:
             findings.append(Finding(part, describe()))
         except (BuildError, ValueError) as error:
             findings.append(Finding(part, "", str(error)))
+        except Exception as error:  # a part may be broken in ways that nobody foresaw
+            findings.append(Finding(part, "", described(error)))
     return tuple(findings)
 
 

@@ -21,7 +21,7 @@ from jax_megamoe.plan.launch import KernelLaunch, LaunchPlan
 from jax_megamoe.routing.replicas import ReplicaMap
 from jax_megamoe.runtime import extension
 from jax_megamoe.runtime.devices import device_spec
-from jax_megamoe.weights.params import ExpertWeights
+from jax_megamoe.weights.params import ExpertWeights, recipe_for
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def layout_of(config: MoEConfig, arch: int) -> str:
 
 def activation_format(config: MoEConfig) -> str:
     """Name of what tokens are quantised to."""
-    return config.weight_format.activation_format
+    return config.recipe.activations.name
 
 
 def find_route(
@@ -124,7 +124,7 @@ def _described(
     config: MoEConfig, route: GroupedRoute, weights: ExpertWeights, num_tokens: int
 ) -> layer.GroupedLayer:
     """A call of all experts on one rank, logical ids, nothing optional."""
-    form, activation = config.weight_format, config.activation
+    recipe, activation = recipe_for(config, weights), config.activation
     return layer.GroupedLayer(
         arch=route.arch,
         num_sms=route.num_sms,
@@ -134,7 +134,7 @@ def _described(
         num_logical=config.logical_experts,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
-        weights=form.name,
+        weights=recipe.weights.name,
         activations=activation_format(config),
         second_scales=(
             _second(weights.w13_weight_scale_2),
@@ -145,8 +145,8 @@ def _described(
         clamp=activation.clamp,
         alpha=activation.alpha,
         beta=activation.beta,
-        rounds=form.architecture != "sm90",
-        weighs_in_combine=form.weighs_in_combine,
+        rounds=recipe.rounding.rounds_gate_up,
+        weighs_in_combine=recipe.rounding.weighs_in_combine,
         shared_memory=route.shared_memory,
         early=route.early,
     )

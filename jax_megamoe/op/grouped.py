@@ -91,6 +91,6 @@ def moe(
             axis=axis,
             num_ranks=route.num_ranks,
         )
-    weighs = config.weight_format.weighs_in_combine
+    weighs = config.recipe.rounding.weighs_in_combine
     slots = slots.reshape(*ids.shape, x.shape[1])
     return expert.combine(slots, factors if weighs else None, None).astype(x.dtype), counts

@@ -17,7 +17,7 @@ from jax_megamoe.compile import MissingDependency, build
 from jax_megamoe.compile.cache import KernelCache
 from jax_megamoe.compile.compiler import COMPILERS
 from jax_megamoe.compile.cubin import read_kernels
-from jax_megamoe.formats import WEIGHT_FORMATS
+from jax_megamoe.formats import RECIPES
 from jax_megamoe.numerics import expert
 from jax_megamoe.numerics.tokens import quantize_tokens
 from jax_megamoe.plan.grouped.layer import ROWS, GroupedLayer, plan_grouped
@@ -146,7 +146,7 @@ def test_rows_are_sorted_and_tokens_quantised(on_host, each):
     np.testing.assert_array_equal(arrays["stats"], np.arange(each.num_experts) + counts)
     if each.activations == "bf16":
         return
-    want = quantize_tokens(jnp.asarray(arrays["x"]), each.activations)
+    want = quantize_tokens(jnp.asarray(arrays["x"]), RECIPES[each.activations])
     fine = ~np.isnan(arrays["x"].astype(np.float32)).any(axis=1)
     if each.activations == "fp8_block":
         np.testing.assert_array_equal(arrays["token_scales"], want.scale)
@@ -192,11 +192,11 @@ def test_hidden_values_are_what_expert_says(on_host, each):
     if each.rounds:
         gate, up = expert.round_bf16(gate), expert.round_bf16(up)
     act = expert.activate(gate, up, activation)
+    weight = None
     if not each.weighs_in_combine:
-        act = act * arrays["topk_weights"].reshape(-1)[:, None]
-    form = WEIGHT_FORMATS[{"mxfp8": "mxfp8"}.get(each.activations, each.activations)]
+        weight = jnp.asarray(arrays["topk_weights"].reshape(-1)[:, None])
     scale = jnp.float32(0.37) if each.activations == "nvfp4" else None
-    want = np.asarray(expert.requantize(act, form, scale), np.float32)
+    want = np.asarray(expert.second_input(act, weight, RECIPES[each.activations], scale), np.float32)
     got = arrays["hidden_rows"].astype(np.float32)
     if each.activations == "fp8_block":
         got = got * np.repeat(arrays["hidden_scales"], 128, axis=1)
