@@ -23,9 +23,9 @@ ROOMS = {
     "weights": (
         "_checks _files config formats mesh numerics",
         "checkpoint.families checkpoint.fields checkpoint.patterns checkpoint.dialects "
-        "checkpoint.header checkpoint.tensors layout flashinfer_layout flashinfer_factors params "
-        "requantize checkpoint.buffers checkpoint.projection checkpoint.select experts move "
-        "checkpoint.converted checkpoint.gather checkpoint.load checkpoint.block_tensors "
+        "checkpoint.header checkpoint.tensors layout flashinfer_layout flashinfer_factors grouped "
+        "params regroup requantize checkpoint.buffers checkpoint.projection checkpoint.select "
+        "experts move checkpoint.converted checkpoint.gather checkpoint.load checkpoint.block_tensors "
         "checkpoint.convert checkpoint",
     ),
     "routing": ("_checks config mesh numerics weights", "router replicas rebalance stats"),
@@ -34,7 +34,9 @@ ROOMS = {
         "device kernel operand arithmetic problem tensor_map family heuristics sm90_heuristics "
         "symmetric_buffer limits launch families.flashinfer_heuristics families.flashinfer_buffer "
         "families.flashinfer_limits families.flashinfer_launch families expert_maps sgl_staging "
-        "sm100 sgl_sm90 staging sgl_sm100 vllm_sm100 vllm_nvfp4 planner recording",
+        "sm100 sgl_sm90 staging sgl_sm100 vllm_sm100 vllm_nvfp4 grouped.product "
+        "grouped.humming_memory grouped.humming_unit grouped.humming grouped.tiles grouped.layer "
+        "grouped planner recording",
     ),
     "compile": (
         "_checks plan",
@@ -43,12 +45,13 @@ ROOMS = {
     "runtime": ("_checks compile plan", "devices extension"),
     "symmetric_memory": ("_checks compile mesh runtime", "processes cuda peer"),
     "launch": (
-        "_checks compile config mesh numerics plan routing runtime symmetric_memory weights",
-        "launcher facts deep_gemm",
+        "_checks compile config formats mesh numerics plan routing runtime symmetric_memory "
+        "weights",
+        "launcher facts deep_gemm grouped",
     ),
     "op": (
         "_checks compile config formats launch mesh numerics routing symmetric_memory weights",
-        "staged_tokens reference xla exporting transforms mega_moe",
+        "staged_tokens reference exchange xla grouped exporting transforms mega_moe",
     ),
     "nn": (
         "_checks config formats launch mesh numerics op routing weights",

@@ -15,7 +15,6 @@ from jaxtyping import Array, BFloat16, Bool, Float32, Int32
 from jax_megamoe import _checks, symmetric_memory
 from jax_megamoe import compile as compiler
 from jax_megamoe.config import MoEConfig
-from jax_megamoe.formats import RECIPES
 from jax_megamoe.launch import launcher
 from jax_megamoe.launch.facts import facts
 from jax_megamoe.mesh import Axis, axis_names
@@ -237,12 +236,6 @@ def _log_unfused(config: MoEConfig) -> None:
 
 def _kernel_source(config: MoEConfig, device: DeviceSpec, num_ranks: int, layout: str) -> str:
     """The source of the kernel, whose NVFP4 row order the weights have."""
-    if not config.recipe.mega_kernels:
-        known = [name for name, recipe in RECIPES.items() if recipe.mega_kernels]
-        hint = "jax_megamoe.to_layout(weights, 'humming_bf16') and implementation='grouped'"
-        raise NotImplementedError(
-            _checks.message("recipe of deep_gemm", f"one of {known}", config.recipe.name, hint)
-        )
     nvfp4, source = config.weight_format.name == "nvfp4", config.kernel_source
     if nvfp4 and source is None:
         source = next(name for name, order in NVFP4_LAYOUTS.items() if order == layout)

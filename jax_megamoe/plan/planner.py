@@ -6,6 +6,7 @@ from functools import lru_cache
 
 from jax_megamoe import _checks
 from jax_megamoe.config import SGL_SWIGLU, Activation, MoEConfig
+from jax_megamoe.formats import RECIPES
 from jax_megamoe.plan import (
     heuristics,
     limits,
@@ -194,6 +195,12 @@ def _violations(
     config: MoEConfig, problem: Problem, device: DeviceSpec, source: str
 ) -> Iterator[Exception]:
     """Limits that a plan for this number of tokens breaks."""
+    if not config.recipe.mega_kernels:
+        known = [name for name, recipe in RECIPES.items() if recipe.mega_kernels]
+        hint = "implementation='grouped' runs it, jax_megamoe.to_layout lays weights out for it"
+        yield NotImplementedError(
+            _checks.message("recipe of deep_gemm", f"one of {known}", config.recipe.name, hint)
+        )
     sm90 = config.weight_format.name == "fp8_block"
     if sm90 and source != "sgl":
         yield NotImplementedError(_checks.message("source", "sgl for fp8_block", source))

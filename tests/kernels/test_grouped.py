@@ -196,7 +196,9 @@ def test_hidden_values_are_what_expert_says(on_host, each):
     if not each.weighs_in_combine:
         weight = jnp.asarray(arrays["topk_weights"].reshape(-1)[:, None])
     scale = jnp.float32(0.37) if each.activations == "nvfp4" else None
-    want = np.asarray(expert.second_input(act, weight, RECIPES[each.activations], scale), np.float32)
+    want = np.asarray(
+        expert.second_input(act, weight, RECIPES[each.activations], scale), np.float32
+    )
     got = arrays["hidden_rows"].astype(np.float32)
     if each.activations == "fp8_block":
         got = got * np.repeat(arrays["hidden_scales"], 128, axis=1)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from jax_megamoe.plan.arithmetic import align, ceil_div
 from jax_megamoe.plan.grouped import humming_unit as unit
+from jax_megamoe.plan.grouped.humming_memory import shared_memory
 from jax_megamoe.plan.grouped.product import E4M3, Product, Tiles
 from jax_megamoe.plan.kernel import KernelSpec, LaunchConfig
 from jax_megamoe.plan.launch import (
@@ -102,7 +103,7 @@ def launch_config(product: Product, tiles: Tiles, num_sms: int) -> LaunchConfig:
     return LaunchConfig(
         (tiles.ctas * (tiles.num_sms or num_sms), 1, 1),
         (tiles.threads, 1, 1),
-        smem=unit.shared_memory(product, tiles),
+        smem=shared_memory(product, tiles),
         programmatic_serialization=tiles.pdl,
     )
 

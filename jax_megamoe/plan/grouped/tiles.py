@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from jax_megamoe.plan.arithmetic import ceil_div
-from jax_megamoe.plan.grouped.humming_unit import shared_memory
+from jax_megamoe.plan.grouped.humming_memory import shared_memory
 from jax_megamoe.plan.grouped.product import BF16, E2M1, Product, Tiles
 
 _ORDERED = True
