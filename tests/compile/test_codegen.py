@@ -26,6 +26,20 @@ def test_macros_come_before_the_header():
     assert generate(spec, SOURCE).startswith(start)
 
 
+def test_classes_come_between_the_header_and_the_kernel():
+    spec = dataclasses.replace(SPEC, declarations="struct Tiles {};\n")
+    text = generate(spec, SOURCE)
+    assert (
+        text.index("kernel.cuh") < text.index("struct Tiles {};") < text.index("kernel<64, true>")
+    )
+
+
+def test_a_source_without_a_namespace_uses_none():
+    source = KernelSource("humming", "0.1.20", Path("/include"), "0")
+    assert "using namespace" not in generate(SPEC, source)
+    assert "using namespace deep_gemm;" in generate(SPEC, SOURCE)
+
+
 def test_structs_passed_by_value_are_checked_once_each():
     structs = ("deep_gemm::layout::SymBuffer<8>", "cute::TmaDescriptor", "cute::TmaDescriptor")
     spec = dataclasses.replace(SPEC, parameter_types=("void*", *structs))

@@ -80,7 +80,8 @@ def test_launches_what_the_plan_says(driver: RecordingDriver, num_ranks: int) ->
         assert (launch["grid"], launch["block"]) == ([132, 1, 1], [384, 1, 1])
         assert launch["smem"] == 200_000
         assert launch["launch_attrs"] == [[4, [2, 1, 1]], [6, 1]]
-        _, stats, tokens, scale, symmetric, acts, weights, _ = launch["parameters"]
+        _, stats, tokens, scale, symmetric, acts, weights, _, fast = launch["parameters"]
+        assert bytes.fromhex(fast) == b"\1"
         assert stats == "00" * 8
         assert bytes.fromhex(tokens) == struct.pack("<I", 4_000_000_000)
         assert bytes.fromhex(scale) == struct.pack("<f", 0.1)

@@ -59,7 +59,9 @@ def problems() -> list[Product]:
                 continue
             for experts, n, k in shapes:
                 found.append(
-                    Product(arch=arch, weights=weights, inputs=inputs, num_experts=experts, n=n, k=k)
+                    Product(
+                        arch=arch, weights=weights, inputs=inputs, num_experts=experts, n=n, k=k
+                    )
                 )
     return found
 
@@ -155,7 +157,10 @@ def test_stream_k_sums_in_turn_on_hopper():
 
 def test_maps_stay_inside_the_weights():
     """The extent of a map of flat and of packed words is the array's."""
-    for activations, scales, bits in (("fp8_block", ("none", "none"), 8), ("bf16", ("none",) * 2, 4)):
+    for activations, scales, bits in (
+        ("fp8_block", ("none", "none"), 8),
+        ("bf16", ("none",) * 2, 4),
+    ):
         weights = "fp8_block" if bits == 8 else "mxfp4"
         layer = replace(
             LAYER, weights=weights, activations=activations, second_scales=scales, num_tokens=4096
