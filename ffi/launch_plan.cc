@@ -177,7 +177,8 @@ Layout DecodeValue(const Reader& reader, const LaunchPlan& plan, Argument* argum
     return {128, 128};
   }
   if (kind != "symmetric_buffer") {
-    Reject(reader.Path("kind"), "pointer, bool, uint32, float32, symmetric_buffer or tensor_map", kind);
+    Reject(reader.Path("kind"), "pointer, bool, uint32, float32, symmetric_buffer or tensor_map",
+           kind);
   }
   if (!plan.uses_symmetric_buffer()) {
     Reject(reader.Path("kind"), "no symmetric_buffer in a plan without buffer_key", kind);

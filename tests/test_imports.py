@@ -25,8 +25,8 @@ ROOMS = {
         "checkpoint.families checkpoint.fields checkpoint.patterns checkpoint.dialects "
         "checkpoint.header checkpoint.tensors layout flashinfer_layout flashinfer_factors grouped "
         "params regroup requantize checkpoint.buffers checkpoint.projection checkpoint.select "
-        "experts move checkpoint.converted checkpoint.gather checkpoint.load checkpoint.block_tensors "
-        "checkpoint.convert checkpoint",
+        "experts move checkpoint.converted checkpoint.gather checkpoint.load "
+        "checkpoint.block_tensors checkpoint.convert checkpoint",
     ),
     "routing": ("_checks config mesh numerics weights", "router replicas rebalance stats"),
     "plan": (
@@ -35,8 +35,8 @@ ROOMS = {
         "symmetric_buffer limits launch families.flashinfer_heuristics families.flashinfer_buffer "
         "families.flashinfer_limits families.flashinfer_launch families expert_maps sgl_staging "
         "sm100 sgl_sm90 staging sgl_sm100 vllm_sm100 vllm_nvfp4 grouped.product "
-        "grouped.humming_memory grouped.humming_unit grouped.humming grouped.tiles grouped.layer "
-        "grouped planner recording",
+        "grouped.humming_memory grouped.humming_instruction grouped.humming_unit grouped.humming "
+        "grouped.tiles grouped.layer grouped planner recording",
     ),
     "compile": (
         "_checks plan",

@@ -1,6 +1,7 @@
 """KernelSpec -> the translation unit that instantiates it."""
 
 from jax_megamoe.compile.sources import KernelSource
+from jax_megamoe.plan.grouped import humming_unit
 from jax_megamoe.plan.kernel import KernelSpec
 
 CODEGEN_VERSION = 1
@@ -37,11 +38,16 @@ def generate(spec: KernelSpec, source: KernelSource) -> str:
     )
     assertions = "\n".join(f'static_assert({check},\n    "{complaint}");' for check in checks)
     using = f"using namespace {source.namespace};\n\n" if source.namespace else ""
+    before, after = spec.prelude, ""
+    if spec.unit:
+        product, tiles = humming_unit.decoded(spec.unit)
+        before += humming_unit.prelude(product, tiles)
+        after = humming_unit.declarations(product, tiles)
     return f"""\
-{spec.prelude}#include <{spec.header}>
+{before}#include <{spec.header}>
 #include <cuda/std/type_traits>
 
-{using}{spec.declarations}
+{using}{after}
 {assertions}
 
 static void instantiate() {{

@@ -29,8 +29,8 @@ class KernelSpec:
         template_args: C++ text of each argument, in order.
         parameter_types: C++ type of each kernel parameter, in order; asserted when compiling.
         prelude: C++ text before the header is included: macros that change it.
-        declarations: C++ text between the header and the kernel's use: classes that template_args
-            name.
+        unit: numbers and names that `humming_unit.decoded` makes a product and its tiles of, whose
+            macros and classes stand around the header; empty for other sources.
         options: of the compiler.
     """
 
@@ -41,7 +41,7 @@ class KernelSpec:
     template_args: tuple[str, ...]
     parameter_types: tuple[str, ...]
     prelude: str = ""
-    declarations: str = ""
+    unit: tuple[str, ...] = ()
     options: CodeOptions = CodeOptions()
 
 

@@ -7,6 +7,8 @@ from fake_toolchain import SPEC
 
 from jax_megamoe.compile.codegen import generate
 from jax_megamoe.compile.sources import KernelSource
+from jax_megamoe.plan.grouped import humming, tiles
+from jax_megamoe.plan.grouped.product import Product
 
 SOURCE = KernelSource("sgl", "9.9.9", Path("/include"), "0")
 
@@ -27,11 +29,16 @@ def test_macros_come_before_the_header():
 
 
 def test_classes_come_between_the_header_and_the_kernel():
-    spec = dataclasses.replace(SPEC, declarations="struct Tiles {};\n")
-    text = generate(spec, SOURCE)
-    assert (
-        text.index("kernel.cuh") < text.index("struct Tiles {};") < text.index("kernel<64, true>")
+    product = Product(arch=90, weights="mxfp4", inputs="bf16", num_experts=8, n=256, k=128)
+    spec = humming.kernel(product, tiles.choose(product, 8, 132))
+    text = generate(spec, KernelSource("humming", "0.1.20", Path("/include"), "0"))
+    places = (
+        "#define HUMMING_USE_TMA",
+        "#include <humming/",
+        "struct Layer",
+        "humming<Op, Problem",
     )
+    assert sorted(places, key=text.index) == list(places)
 
 
 def test_a_source_without_a_namespace_uses_none():

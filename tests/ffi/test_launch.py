@@ -241,7 +241,7 @@ def test_without_xla_ranks_share_a_device(driver: RecordingDriver) -> None:
         module.unregister_symmetric_buffer(keys[rank], 0)
     for rank, launch in enumerate(driver.launches()):
         assert (launch["device"], launch["stream"]) == (0, 77 + rank)
-        y, *_, symmetric, acts, weights, table = launch["parameters"]
+        y, *_, symmetric, acts, weights, table, _ = launch["parameters"]
         assert (u64(y), u64(table)) == (BASE * 5 + 64, BASE * 4 + 4)
         assert (acts["base"], weights["base"]) == (bases[rank] + 1024, BASE * 3)
         assert struct.unpack("<Qqq", bytes.fromhex(symmetric)[:24]) == (

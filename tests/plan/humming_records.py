@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from jax_megamoe.plan.grouped import humming, humming_unit
+from jax_megamoe.plan.grouped import humming, humming_instruction, humming_unit
 from jax_megamoe.plan.grouped.product import Product, Tiles
 
 RECORDS = Path(__file__).parents[1] / "golden" / "humming_plans.jsonl.gz"
@@ -83,9 +83,9 @@ def planned(plan: Record, num_sms: int) -> Record:
             "tma": {name.lower(): name in maps for name in humming_unit.MAP_NAMES},
         },
         "header": spec.header,
-        "template": list(spec.template_args[1:9]),
-        "mma": list(humming_unit.mma_shape(product, tiles)),
-        "element_b": humming_unit.element_b(product, tiles).bits,
+        "template": list(humming_unit.types(product, tiles).values()),
+        "mma": list(humming_instruction.mma_shape(product, tiles)),
+        "element_b": humming_instruction.element_b(product, tiles).bits,
         "constants": {
             name: humming_unit.cpp(value)
             for constants in (

@@ -111,6 +111,13 @@ def launches(layer: GroupedLayer) -> list[KernelLaunch]:
     return [step for step in plan_grouped(layer).steps if isinstance(step, KernelLaunch)]
 
 
+def text_of(step: KernelLaunch) -> str:
+    """The classes of a product's unit; empty for this package's kernels."""
+    if not step.kernel.unit:
+        return ""
+    return humming_unit.declarations(*humming_unit.decoded(step.kernel.unit))
+
+
 def test_a_layer_has_five_launches_and_no_buffer():
     plan = plan_grouped(LAYER)
     symbols = [step.kernel.symbol for step in launches(LAYER)]
@@ -122,7 +129,7 @@ def test_what_reads_the_tables_early_does_not_start_before_they_are_there():
     early = [step.config.programmatic_serialization for step in launches(LAYER)]
     # The first product reads tables of the kernel before it, so it waits for that one's end.
     assert early == [False, False, True, True, True]
-    kept = [step.kernel.declarations.count("kUsePdl = true") for step in launches(LAYER)]
+    kept = [text_of(step).count("kUsePdl = true") for step in launches(LAYER)]
     assert kept == [0, 1, 0, 1, 0]
     apart = launches(replace(LAYER, early=False))
     assert not any(step.config.programmatic_serialization for step in apart)
@@ -131,10 +138,10 @@ def test_what_reads_the_tables_early_does_not_start_before_they_are_there():
 
 
 def test_rows_of_w2_are_padded_and_not_stored():
-    _, first, _, second, _ = launches(LAYER)
-    assert "Shape<0, 1536, 2944>" in first.kernel.template_args
-    assert "Shape<0, 3072, 768>" in second.kernel.template_args
-    assert "Shape<0, 128, 0>" in second.kernel.template_args
+    _, first, _, second, _ = map(text_of, launches(LAYER))
+    assert "using Problem = Shape<0, 1536, 2944>;" in first
+    assert "using Problem = Shape<0, 3072, 768>;" in second
+    assert "using Padding = Shape<0, 128, 0>;" in second
 
 
 def test_scratch_holds_every_slot():
@@ -147,11 +154,11 @@ def test_scratch_holds_every_slot():
 
 def test_stream_k_sums_in_turn_on_hopper():
     _, first, *_ = launches(replace(LAYER, stream_k=True))
-    assert "kSmVersion = 80u" in first.kernel.declarations
+    assert "kSmVersion = 80u" in text_of(first)
     locks = next(argument for argument in first.arguments if argument.name == "locks")
     assert isinstance(locks, Pointer) and locks.operand is not None
     _, first, *_ = launches(replace(LAYER, stream_k=False))
-    assert "kSmVersion = 90u" in first.kernel.declarations
+    assert "kSmVersion = 90u" in text_of(first)
     assert Pointer("locks", None) in first.arguments
 
 
@@ -207,3 +214,13 @@ def test_a_choice_is_all_that_a_unit_depends_on():
     for change in (dict(raster=8), dict(evict_first=True), dict(pdl=True), dict(stream_k=False)):
         texts.add(humming_unit.declarations(product, replace(chosen, **change)))
     assert len(texts) >= 4
+
+
+def test_a_unit_is_its_product_and_tiles():
+    for plan in PLANS[::50]:
+        pair = humming_records.product_of(plan), humming_records.tiles_of(plan)
+        unit = humming_unit.encoded(*pair)
+        assert humming_unit.decoded(unit) == pair
+        for wrong in (unit[:-1], (*unit, "1"), ("x", *unit[1:]), (unit[0], "other", *unit[2:])):
+            with pytest.raises(ValueError, match="unit: expected a product and its tiles, got"):
+                humming_unit.decoded(wrong)

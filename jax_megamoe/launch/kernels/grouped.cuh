@@ -1,8 +1,8 @@
 // What lies around the matrix products of the grouped implementation: rows sorted by expert and
 // tokens quantised, the gated activation between the products, and the weighted sum after them.
 //
-// The arithmetic is that of jax_megamoe/op/staging.py and expert.py. Where a product takes BF16 rows,
-// tokens of the MX and NV formats are quantised and decoded again, which is exact in BF16.
+// The arithmetic is that of jax_megamoe/op/staging.py and expert.py. Where a product takes BF16
+// rows, tokens of the MX and NV formats are quantised and decoded again, which is exact in BF16.
 
 #pragma once
 
@@ -107,7 +107,8 @@ __device__ __forceinline__ uint4 decoded_e2m1(uint32_t codes, float scale) {
 #pragma unroll
   for (uint32_t i = 0; i < 8; ++i) {
     const uint32_t code = codes >> 4 * i & 7;
-    const float step = code < 2 ? 0.5f * code : 0.25f * (4 + 2 * (code & 1)) * (1u << (code / 2 - 1));
+    const float step =
+        code < 2 ? 0.5f * code : 0.25f * (4 + 2 * (code & 1)) * (1u << (code / 2 - 1));
     const float magnitude = __fmul_rn(step, scale);
     decoded[i] = codes >> 4 * i & 8 ? -magnitude : magnitude;
   }
@@ -140,8 +141,8 @@ struct Sorter {
   uint32_t rows, warp, lane, first, last;
 
   __device__ __forceinline__ Sorter(uint32_t (&counts)[kWarps][kExperts],
-                                    uint32_t (&totals)[kExperts],
-                                    uint32_t (&starts)[kExperts + 1], uint32_t rows)
+                                    uint32_t (&totals)[kExperts], uint32_t (&starts)[kExperts + 1],
+                                    uint32_t rows)
       : counts(counts),
         totals(totals),
         starts(starts),
@@ -298,10 +299,9 @@ __global__ void __launch_bounds__(kThreads)
       const auto logical = static_cast<uint32_t>(topk_ids[row]);
       const bool padding = padding_mask != nullptr && padding_mask[token];
       const bool known = !padding && logical < num_logical;
-      const int32_t expert =
-          known ? to_physical(logical, token, logical_to_physical, num_replicas, kExperts,
-                              num_logical, max_replicas)
-                : -1;
+      const int32_t expert = known ? to_physical(logical, token, logical_to_physical, num_replicas,
+                                                 kExperts, num_logical, max_replicas)
+                                   : -1;
       row_experts[row] = expert;
       return static_cast<uint32_t>(expert);
     });

@@ -81,14 +81,13 @@ def kernel(product: Product, tiles: Tiles) -> KernelSpec:
         compiler_arch(product.arch),
         unit.header(tiles),
         "humming",
-        unit.template_args(product, tiles),
+        unit.TEMPLATE_ARGS,
         (
             *("CUtensorMap" if name in maps else "void*" for name in tensors),
             *["const uint32_t*"] * 4,
             *("CUtensorMap*", "int32_t*", "uint32_t", "uint32_t", "bool"),
         ),
-        prelude=unit.prelude(product, tiles),
-        declarations=unit.declarations(product, tiles),
+        unit=unit.encoded(product, tiles),
     )
 
 

@@ -4,11 +4,70 @@ Humming's kernel is one template whose arguments are four classes of constants, 
 ask for some of the same values as macros. Everything here follows from a `Product` and its `Tiles`.
 """
 
-from jax_megamoe.plan.arithmetic import cpp_bool
-from jax_megamoe.plan.grouped.humming_memory import shared_memory
-from jax_megamoe.plan.grouped.product import BF16, E4M3, Element, Product, Tiles
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
 
-_MMA_TYPES = ("MMA", "WGMMA")
+from jax_megamoe._checks import message
+from jax_megamoe.plan.arithmetic import cpp_bool
+from jax_megamoe.plan.grouped.humming_instruction import MMA_TYPES, cpp_element, operation
+from jax_megamoe.plan.grouped.humming_memory import shared_memory
+from jax_megamoe.plan.grouped.product import (
+    BF16,
+    INPUTS,
+    WEIGHTS,
+    Product,
+    Tiles,
+)
+
+Unit = tuple[str, ...]
+"""A product and its tiles as numbers and names, in the order of their fields."""
+
+
+def encoded(product: Product, tiles: Tiles) -> Unit:
+    """The fields as text: what a `KernelSpec` carries of them."""
+    values = (*_values(product), *_values(tiles))
+    return tuple(cpp_bool(v) if isinstance(v, bool) else str(v) for v in values)
+
+
+def _values(fields_of: Product | Tiles) -> Iterator[int | str | bool]:
+    for field in fields(fields_of):
+        value = getattr(fields_of, field.name)
+        yield from value if isinstance(value, tuple) else (value,)
+
+
+def decoded(unit: Unit) -> tuple[Product, Tiles]:
+    """The inverse of `encoded`.
+
+    Raises:
+        ValueError: `unit` is not what `encoded` makes.
+    """
+    words = iter(unit)
+    product = tiles = None
+    try:
+        product, tiles = _read(Product, words), _read(Tiles, words)
+    except (KeyError, StopIteration, ValueError):
+        pass
+    known = isinstance(product, Product) and product.weights in WEIGHTS and product.inputs in INPUTS
+    if not known or not isinstance(tiles, Tiles) or encoded(product, tiles) != unit:
+        raise ValueError(message("unit", "a product and its tiles", repr(unit)))
+    return product, tiles
+
+
+def _read(kind: type[Product] | type[Tiles], words: Iterator[str]) -> Any:
+    return kind(**dict([(each.name, _decoded(str(each.type), words)) for each in fields(kind)]))
+
+
+def _decoded(kind: str, words: Iterator[str]) -> Any:
+    """A field's value, by its type: a number, a flag, a name or three numbers."""
+    if kind.startswith("tuple") or "tuple[int, int, int]" in kind:
+        return int(next(words)), int(next(words)), int(next(words))
+    word = next(words)
+    if "bool" in kind:
+        return {"true": True, "false": False}[word]
+    return word if "str" in kind else int(word)
+
+
 _REUSE_NONE, _REUSE_ALL = 0, 2
 _MAX_REGISTERS = 248
 _REGISTERS_OF_SM = 65536
@@ -82,7 +141,7 @@ def tuning_constants(product: Product, tiles: Tiles) -> Constants:
     """Members of the class that says how."""
     maps = tensor_maps(product, tiles)
     constants: Constants = {
-        "kMmaType": f"MmaType::{_MMA_TYPES[tiles.wgmma]}",
+        "kMmaType": f"MmaType::{MMA_TYPES[tiles.wgmma]}",
         "kUseStreamK": tiles.stream_k,
         "kWgmmaUseLateAS": tiles.late_as,
         "kWgmmaSplitIssueWait": tiles.split_wait,
@@ -197,14 +256,14 @@ def declarations(product: Product, tiles: Tiles) -> str:
         "Compute": compute_constants(tiles),
         "Tuning": tuning_constants(product, tiles),
     }
-    texts = [_operation(product, tiles)]
+    texts = [operation(product, tiles)]
     for name, constants in classes.items():
         members = "".join(
             f"  static constexpr auto {n} = {cpp(v)};\n" for n, v in constants.items()
         )
         texts.append(f"struct {name} {{\n{members}}};\n")
-    op, _, block, warp, _, a, w, _, scale, *rest = template_args(product, tiles)
-    storage = f"SharedStorage<{', '.join((op, block, warp, a, w, scale, *rest))}>"
+    texts += [f"using {name} = {text};" for name, text in types(product, tiles).items()]
+    storage = "SharedStorage<Op, Block, Warp, Rows, Stored, Scale, Layer, Compute, Tuning>"
     complaint = "its shared memory is not what jax_megamoe plans: a macro is missing or renamed"
     planned = shared_memory(product, tiles)
     texts.append(f'static_assert(sizeof({storage}) == {planned}, "humming: {complaint}");\n')
@@ -218,142 +277,23 @@ def cpp(value: int | bool | str) -> str:
     return value if isinstance(value, str) else f"{value}u"
 
 
-def template_args(product: Product, tiles: Tiles) -> tuple[str, ...]:
-    """Arguments of the kernel's template."""
+TEMPLATE_ARGS = (
+    *("Op", "Problem", "Block", "Warp", "Padding", "Rows", "Stored", "Output", "Scale"),
+    *("Layer", "Compute", "Tuning"),
+)
+"""Arguments of the kernel's template: names of `declarations`."""
+
+
+def types(product: Product, tiles: Tiles) -> dict[str, str]:
+    """Shapes and number formats by name."""
     weight = product.weight
-    elements = (product.input.element, weight.element, BF16, weight.scale)
-    return (
-        "Op",
-        f"Shape<0, {product.n}, {product.k}>",
-        "Shape<{}, {}, {}>".format(*tiles.block),
-        "Shape<{}, {}, {}>".format(*tiles.warp),
-        f"Shape<0, {product.pad_n}, {product.pad_k}>",
-        *map(_element, elements),
-        *("Layer", "Compute", "Tuning"),
-    )
-
-
-def _element(element: Element) -> str:
-    return f"FloatingPointType<{element.bits}, {element.exponent}, {element.mantissa}>"
-
-
-def native_mixed(product: Product, tiles: Tiles) -> bool:
-    """Whether the tensor core itself multiplies E4M3 by E2M1: SM120, in whole tiles of 16 rows."""
-    mixed = product.weight.element.bits < product.input.element.bits == E4M3.bits
-    whole = tiles.warp[0] % 16 == 0
-    return mixed and not product.fused and product.arch // 10 == 12 and whole
-
-
-def mma_shape(product: Product, tiles: Tiles) -> tuple[int, int, int]:
-    """Rows of tokens, columns and depth of one instruction. Hopper's has the tokens as its second
-    size, and mma.sync with eight rows too, where the operands are BF16."""
-    bits = product.input.element.bits
-    if tiles.wgmma:
-        return tiles.warp[0], 64, 256 // bits
-    if tiles.warp[0] % 16 == 0:
-        return 16, 8, 256 // bits
-    return (8, 16, 16) if bits == BF16.bits else (8, 8, 128 // bits)
-
-
-def element_b(product: Product, tiles: Tiles) -> Element:
-    """What the tensor core sees of a weight."""
-    same = product.flat or native_mixed(product, tiles)
-    return product.weight.element if same else product.input.element
-
-
-def _operands(first: int, count: int) -> str:
-    return "{" + ", ".join(f"%{i}" for i in range(first, first + count)) + "}"
-
-
-def _bound(constraint: str, name: str, count: int) -> str:
-    return ", ".join(f'"{constraint}"({name}[{i}])' for i in range(count))
-
-
-def _operation(product: Product, tiles: Tiles) -> str:
-    """The class of the tensor-core instruction."""
-    m, n, k = mma_shape(product, tiles)
-    weight = element_b(product, tiles)
-    mixed = native_mixed(product, tiles)
-    kind = _MMA_TYPES[tiles.wgmma]
-    text = f"""\
-struct Op {{
-  using ElementB = {_element(weight)};
-  static constexpr MmaType kMmaType = MmaType::{kind};
-  using MmaShape = Shape<{m}, {n}, {k}>;
-  using ValTypeC = float;
-  using ValTypeD = float;
-  static constexpr uint32_t kATypeBits = {product.input.element.bits};
-  static constexpr uint32_t kBTypeBits = {weight.bits};
-  static constexpr uint32_t kCTypeBits = 32;
-  static constexpr uint32_t kDTypeBits = 32;
-  static constexpr bool kNativeMixed = {cpp_bool(mixed)};
-"""
-    body = _wgmma(product, weight, m, k) if tiles.wgmma else _mma(product, weight, (m, n, k), mixed)
-    return f"{text}{body}}};\n"
-
-
-def _wgmma(product: Product, weight: Element, rows: int, depth: int) -> str:
-    """Weights are the first operand, from registers or by a descriptor; tokens the second."""
-    sums, words = rows * 64 // 128, 64 * depth * weight.bits // 4096
-    name = f"wgmma.mma_async.sync.aligned.m64n{rows}k{depth}.f32"
-    name += f".{weight.ptx}.{product.input.element.ptx}"
-    # Scales of the operands, and for BF16 which of them in shared memory are transposed.
-    by_register, by_descriptor = ("1, 1, 0", "1, 1, 0, 0") if weight is BF16 else ("1, 1", "1, 1")
-
-    def fma(first: str, operand: str, bound: str, count: int, modes: str) -> str:
-        return f"""\
-  CUDA_INLINE static void fma(uint64_t& tokens, {first}, float* d, bool add = true) {{
-    asm volatile(
-        "{{.reg .pred p; setp.ne.b32 p, %{sums + count + 1}, 0; "
-        "{name} {_operands(0, sums)}, {operand}, %{sums + count}, p, {modes};}}"
-        : {_bound("+f", "d", sums)}
-        : {bound}, "l"(tokens), "r"(static_cast<uint32_t>(add)));
-  }}
-"""
-
-    registers = fma(
-        "uint32_t* w", _operands(sums, words), _bound("r", "w", words), words, by_register
-    )
-    descriptor = fma("uint64_t& weights", f"%{sums}", '"l"(weights)', 1, by_descriptor)
-    types = f"""\
-  using BRegisters = uint32_t[{words}];
-  using CRegisters = float[{sums}];
-  using DRegisters = float[{sums}];
-"""
-    return types + registers + descriptor
-
-
-def _mma(product: Product, weight: Element, shape: tuple[int, int, int], mixed: bool) -> str:
-    """Tokens are the first operand; of eight of them the second, of the transposed product."""
-    m, n, k = shape
-    bits = product.input.element.bits
-    # A value of mixed operands takes a byte, whatever its bits.
-    wide = E4M3.bits if mixed else weight.bits
-    first, second, sums = m * k * bits // 1024, n * k * wide // 1024, m * n // 32
-    types = f"{product.input.element.ptx}.{weight.ptx}"
-    accumulators = _operands(0, sums)
-    if m == 8 and bits == BF16.bits:
-        order = (0, 2, 1, 3)
-        weights = "{" + ", ".join(f"%{sums + first + i}" for i in order) + "}"
-        operands = f"{weights}, {_operands(sums, first)}"
-        name = (
-            f"mma.sync.aligned.m16n8k{k}.row.col.f32.{weight.ptx}.{product.input.element.ptx}.f32"
-        )
-    else:
-        operands = f"{_operands(sums, first)}, {_operands(sums + first, second)}"
-        kind = ".kind::f8f6f4" if mixed else ""
-        name = f"mma.sync.aligned{kind}.m{m}n{n}k{k}.row.col.f32.{types}.f32"
-    copies = " ".join(f"d[{i}] = c[{i}];" for i in range(sums))
-    return f"""\
-  using ARegisters = uint32_t[{first}];
-  using BRegisters = uint32_t[{second}];
-  using CRegisters = float[{sums}];
-  using DRegisters = float[{sums}];
-  CUDA_INLINE static void fma(uint32_t* a, uint32_t* b, float* c, float* d) {{
-    {copies}
-    asm volatile(
-        "{name} {accumulators}, {operands}, {accumulators};"
-        : {_bound("+f", "d", sums)}
-        : {_bound("r", "a", first)}, {_bound("r", "b", second)});
-  }}
-"""
+    return {
+        "Problem": f"Shape<0, {product.n}, {product.k}>",
+        "Block": "Shape<{}, {}, {}>".format(*tiles.block),
+        "Warp": "Shape<{}, {}, {}>".format(*tiles.warp),
+        "Padding": f"Shape<0, {product.pad_n}, {product.pad_k}>",
+        "Rows": cpp_element(product.input.element),
+        "Stored": cpp_element(weight.element),
+        "Output": cpp_element(BF16),
+        "Scale": cpp_element(weight.scale),
+    }

@@ -152,12 +152,15 @@ inline uint32_t __shfl_up_sync(uint32_t, uint32_t number, uint32_t distance) {
 inline uint32_t __match_any_sync(uint32_t, uint32_t number) {
   return host_cuda::Exchange(number, [&](const uint32_t* lanes) {
     uint32_t alike = 0;
-    for (uint32_t lane = 0; lane < host_cuda::kWarp; ++lane) alike |= (lanes[lane] == number) << lane;
+    for (uint32_t lane = 0; lane < host_cuda::kWarp; ++lane)
+      alike |= (lanes[lane] == number) << lane;
     return alike;
   });
 }
 
-inline void __syncwarp() { host_cuda::Wait(host_cuda::block.warps[threadIdx.x / host_cuda::kWarp]); }
+inline void __syncwarp() {
+  host_cuda::Wait(host_cuda::block.warps[threadIdx.x / host_cuda::kWarp]);
+}
 inline uint32_t __popc(uint32_t bits) { return std::popcount(bits); }
 
 inline uint32_t max(uint32_t a, uint32_t b) { return a > b ? a : b; }
