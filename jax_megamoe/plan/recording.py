@@ -22,6 +22,7 @@ from jax_megamoe.plan.arithmetic import float32
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.family import Family
 from jax_megamoe.plan.launch import (
+    Bool,
     Float32,
     KernelArgument,
     KernelLaunch,
@@ -254,6 +255,8 @@ def _argument_record(argument: KernelArgument, rank: int) -> Record:
     match argument:
         case Pointer():
             record["ptr"] = _base(argument.operand, argument.name)
+        case Bool():
+            record["bool"] = argument.value
         case Uint32():
             record["u32"] = argument.value
         case Float32():

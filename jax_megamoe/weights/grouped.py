@@ -18,7 +18,9 @@ import numpy as np
 
 from jax_megamoe import _checks
 from jax_megamoe.formats import GROUPED_BF16, GROUPED_ROWS, WeightFormat
-from jax_megamoe.numerics.elements import Array
+
+Array = Any
+"""A NumPy or a JAX array; results are of the same kind."""
 
 FUSED_BINADES = 12
 """Block scales that fused MXFP4 tells apart under one second scale."""

@@ -13,6 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
+from jaxtyping import Array
 
 from jax_megamoe import _checks
 from jax_megamoe.formats import (
@@ -21,7 +23,6 @@ from jax_megamoe.formats import (
     WEIGHT_FORMATS,
     WeightFormat,
 )
-from jax_megamoe.numerics.elements import Array
 from jax_megamoe.weights import grouped
 from jax_megamoe.weights import layout as layouts
 from jax_megamoe.weights.params import ExpertWeights
@@ -179,7 +180,7 @@ def to_grouped(weights: ExpertWeights, layout: str, *, by_row: bool | None = Non
     _check(form, layout)
     fused = getattr(grouped.packing(form, layout), "fused", False)
     if fused and by_row is None:
-        traced = isinstance(weights.w13_weight, jax.core.Tracer)
+        traced = isinstance(weights.w13_weight, Tracer)
         by_row = traced or not fuses_exactly(weights)
     arrays = _arranged(
         _moved(weights), form=form, old=weights.layout, new=layout, by_row=bool(by_row)

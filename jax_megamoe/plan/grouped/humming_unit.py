@@ -43,15 +43,15 @@ def decoded(unit: Unit) -> tuple[Product, Tiles]:
         ValueError: `unit` is not what `encoded` makes.
     """
     words = iter(unit)
-    product = tiles = None
     try:
-        product, tiles = _read(Product, words), _read(Tiles, words)
+        product: Product = _read(Product, words)
+        tiles: Tiles = _read(Tiles, words)
+        if product.weights in WEIGHTS and product.inputs in INPUTS:
+            if encoded(product, tiles) == unit:
+                return product, tiles
     except (KeyError, StopIteration, ValueError):
         pass
-    known = isinstance(product, Product) and product.weights in WEIGHTS and product.inputs in INPUTS
-    if not known or not isinstance(tiles, Tiles) or encoded(product, tiles) != unit:
-        raise ValueError(message("unit", "a product and its tiles", repr(unit)))
-    return product, tiles
+    raise ValueError(message("unit", "a product and its tiles", repr(unit)))
 
 
 def _read(kind: type[Product] | type[Tiles], words: Iterator[str]) -> Any:
@@ -193,13 +193,6 @@ def _registers(product: Product, tiles: Tiles) -> tuple[int, int]:
     return producer, min(_MAX_REGISTERS, left)
 
 
-_MACROS = {
-    "MMA_TYPE_ID": lambda t: int(t.wgmma),
-    "USE_WARP_SPEC": lambda t: int(t.warp_spec),
-    "USE_TMA": lambda t: int(t.use_tma),
-    "SMEM_REUSE_MODE_ID": lambda t: _REUSE_ALL if t.reuse_stages else _REUSE_NONE,
-    "RASTER_GROUP_M": lambda t: t.raster,
-}
 _COPIED = {
     "USE_TMA_C": "kUseTmaC",
     "OUTPUT_CHUNK_ROWS": "kOutputChunkRows",
@@ -241,7 +234,13 @@ def prelude(product: Product, tiles: Tiles) -> str:
     everything behind it, without a word of the compiler."""
     constants = layer_constants(product, tiles) | compute_constants(tiles)
     constants |= tuning_constants(product, tiles)
-    values = {name: value(tiles) for name, value in _MACROS.items()}
+    values = {
+        "MMA_TYPE_ID": int(tiles.wgmma),
+        "USE_WARP_SPEC": int(tiles.warp_spec),
+        "USE_TMA": int(tiles.use_tma),
+        "SMEM_REUSE_MODE_ID": _REUSE_ALL if tiles.reuse_stages else _REUSE_NONE,
+        "RASTER_GROUP_M": tiles.raster,
+    }
     values |= {name: int(constants[constant]) for name, constant in _COPIED.items()}
     values |= {f"BLOCK_SHAPE_{axis}": size for axis, size in zip("MNK", tiles.block, strict=True)}
     values |= {"USE_NATIVE_LDMATRIX_DEQUANT": 0, "DEBUG_KERNEL": 0}

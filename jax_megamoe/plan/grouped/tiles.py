@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 from jax_megamoe.plan.arithmetic import ceil_div
 from jax_megamoe.plan.grouped.humming_memory import shared_memory
@@ -92,7 +93,12 @@ def _hopper(product: Product, rows: int, num_sms: int) -> tuple[Tiles, float]:
 
 def _hopper_fp8(product: Product, height: int, wide: bool, many: bool) -> Tiles:
     """FP8 inputs with a scale by 128: warps that load, tensor maps, four stages."""
-    common = {"stages": 4, "warp_spec": True, "use_tma": True, "reuse_stages": False}
+    common: dict[str, Any] = {
+        "stages": 4,
+        "warp_spec": True,
+        "use_tma": True,
+        "reuse_stages": False,
+    }
     if product.weights == "fp8_block":
         return Tiles(
             wgmma=True,
