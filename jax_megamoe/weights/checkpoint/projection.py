@@ -16,6 +16,8 @@ from jax_megamoe.weights.requantize import SourceMatrix
 FLOATS = ("bfloat16", "float16", "float32")
 PACKED = ("uint8", "int8")
 """Dtypes of E2M1 pairs."""
+UNPACKED = (*FLOATS, "float8_e4m3fn")
+"""Dtypes of weights with one value an element, whose stacks may be stored transposed."""
 _E8M0_ONE = 127
 _BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128)
 _GRID_BLOCKS = (1, 16, 32, 64, 128)
@@ -103,7 +105,7 @@ class Piece:
         for as many as no scale ends among."""
         assert self.half is not None
         block = _block(2 * self.rows, entries) if self.rows else 1
-        if block is None and self.alternating:
+        if block is None and (self.alternating or entries % 2):
             return slice(None)  # no grid over both, which the check of its shape says
         if block in (None, 1):  # None: each half has scales of its own, the last for fewer rows
             middle = entries // 2
@@ -321,7 +323,7 @@ def _padded(array: np.ndarray, shape: tuple[int, int], fill: int) -> np.ndarray:
 
 
 _DTYPES: Mapping[Kind, tuple[str, ...]] = {
-    "weight": (*FLOATS, "float8_e4m3fn", *PACKED),
+    "weight": (*UNPACKED, *PACKED),
     "scale": ("float32", "bfloat16", "uint8", "float8_e8m0fnu", "float8_e4m3fn"),
     "global_scale": ("float32",),
     "input_scale": ("float32",),
