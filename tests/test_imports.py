@@ -38,7 +38,7 @@ ROOMS = {
     ),
     "compile": (
         "_checks plan",
-        "errors cubin cache pins toolkit fetch sources names codegen compiler builder",
+        "errors cubin cache pins toolkit fetch sources names deadline codegen compiler builder",
     ),
     "runtime": ("_checks compile plan", "devices extension"),
     "symmetric_memory": ("_checks compile mesh runtime", "processes cuda peer"),
