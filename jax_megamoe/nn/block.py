@@ -22,6 +22,7 @@ from jax_megamoe.nn.replicated import replicated
 from jax_megamoe.nn.router_layer import RouterLayer
 from jax_megamoe.nn.shared_expert import SharedExpert
 from jax_megamoe.op.mega_moe import place_of
+from jax_megamoe.plan import families
 from jax_megamoe.routing.replicas import ReplicaMap
 from jax_megamoe.routing.router import Router
 from jax_megamoe.weights.checkpoint.block_tensors import BlockTensors
@@ -382,9 +383,15 @@ def _unfused_reason(
         "the model's sizes are rounded up": not is_whole,
         f"its size {shared_size} is no multiple of intermediate_size {inter}": shared_size % inter,
         f"{form} kernels fuse none": config.shared_format is None,
-        "sgl's NVFP4 kernel fuses none": form == "nvfp4" and config.kernel_source == "sgl",
+        f"{config.kernel_source}'s kernel of {form} fuses none": _source_fuses_none(config),
     }
     return next((text for text, holds in reasons.items() if holds and shared_size), None)
+
+
+def _source_fuses_none(config: MoEConfig) -> bool:
+    """Whether the source that the config insists on runs it only without a shared expert."""
+    found = families.candidates(config) if config.kernel_source else ()
+    return bool(found) and all(family.unsupported(config) for family in found)
 
 
 @lru_cache
