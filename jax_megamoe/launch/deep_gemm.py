@@ -33,7 +33,7 @@ from jax_megamoe.plan.symmetric_buffer import BufferLayout
 from jax_megamoe.routing.replicas import ReplicaMap
 from jax_megamoe.runtime import extension
 from jax_megamoe.runtime.devices import spec_of
-from jax_megamoe.weights.params import ExpertWeights
+from jax_megamoe.weights.params import ExpertWeights, default_layout
 
 _log = logging.getLogger("jax_megamoe")
 
@@ -193,7 +193,10 @@ def try_route(
         return spec
     fuses = fuses_shared(config, weights)
     routed = config if fuses else unfused(config)
-    family = installed_family(routed, spec, ranks, weights, implementation)
+    order = default_layout(config) if weights is None else weights.layout
+    family = installed_family(
+        routed, spec, ranks, weights, order=order, implementation=implementation
+    )
     if isinstance(family, Refusal):
         return family
     if weights is not None and weights.shared is not None and not fuses:

@@ -80,7 +80,7 @@ def runnable(config: MoEConfig, device: jax.Device, num_ranks: int = 1) -> Kerne
     spec = spec_of(device, config.reserved_sms)
     if isinstance(spec, Refusal):
         return spec
-    return installed_family(config, spec, num_ranks, None, None)
+    return installed_family(config, spec, num_ranks)
 
 
 def runnable_layout(config: MoEConfig, layout: str, device: jax.Device) -> str:
@@ -103,11 +103,21 @@ def installed_family(
     config: MoEConfig,
     device: DeviceSpec,
     num_ranks: int,
-    weights: ExpertWeights | None,
-    implementation: str | None,
+    weights: ExpertWeights | None = None,
+    *,
+    order: str | None = None,
+    implementation: str | None = None,
 ) -> KernelFamily | Refusal:
-    """The family of the kernel: able, installed, and of the weights' row order."""
-    order = default_layout(config) if weights is None else weights.layout
+    """The family of the kernel: able, installed, and of the weights' row order.
+
+    Args:
+        config: the layer.
+        device: where.
+        num_ranks: expert-parallel ranks.
+        weights: the parameters; None: none yet.
+        order: the row order that they have or will have; None: any.
+        implementation: the only one that may launch; None: any.
+    """
     chosen = choose(
         config,
         device,
@@ -196,9 +206,10 @@ def log_unfused(config: MoEConfig, layout: str) -> None:
             f"jax_megamoe.to_layout(weights, {other.w13_layout!r}))"
         )
     _log.warning(
-        "%s runs its shared expert unfused: %s's kernel, whose row order the weights have, "
+        "%s runs its shared expert unfused: %s's %s kernel, whose row order the weights have, "
         "fuses none%s",
         config,
         "no" if own is None else own.source,
+        config.recipe.name,
         hint,
     )
