@@ -32,21 +32,22 @@ ROOMS = {
     ),
     "weights": (
         "_checks _files config formats mesh numerics plan",
-        "checkpoint.dialects checkpoint.header checkpoint.tensors checkpoint.select layout "
-        "flashinfer_layout flashinfer_factors params requantize "
-        "checkpoint.buffers checkpoint.projection experts move checkpoint.converted "
-        "checkpoint.gather checkpoint.load checkpoint.block_tensors checkpoint.convert checkpoint",
+        "checkpoint.families checkpoint.fields checkpoint.patterns checkpoint.dialects "
+        "checkpoint.header checkpoint.tensors layout flashinfer_layout flashinfer_factors params "
+        "requantize checkpoint.buffers checkpoint.projection checkpoint.select experts move "
+        "checkpoint.converted checkpoint.gather checkpoint.load checkpoint.block_tensors "
+        "checkpoint.convert checkpoint",
     ),
     "routing": ("_checks config mesh numerics weights", "router replicas rebalance stats"),
     "compile": (
         "_checks plan",
-        "errors cubin cache pins toolkit fetch sources codegen compiler builder",
+        "errors cubin cache pins toolkit fetch sources names codegen compiler builder",
     ),
     "runtime": ("_checks compile plan", "devices extension"),
     "symmetric_memory": ("_checks compile mesh runtime", "processes cuda peer"),
     "launch": (
         "_checks compile config mesh numerics plan routing runtime symmetric_memory weights",
-        "launcher factors runnable deep_gemm",
+        "launcher facts factors runnable deep_gemm",
     ),
     "op": (
         "_checks config formats launch mesh numerics plan routing symmetric_memory weights",
@@ -54,7 +55,7 @@ ROOMS = {
     ),
     "nn": (
         "_checks config formats launch mesh numerics op plan routing weights",
-        "replicated hf_config shared_expert router_layer layer block",
+        "replicated hf_config storage shared_expert router_layer layer block",
     ),
     "cli": (
         "_checks _files compile config formats launch nn op plan runtime weights",

@@ -4,6 +4,7 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jax_megamoe import compile as compiler
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.launch import launcher
 from jax_megamoe.launch.factors import FACTORS
+from jax_megamoe.launch.facts import facts
 from jax_megamoe.launch.runnable import (
     Unavailable,
     fuses_shared,
@@ -206,13 +208,15 @@ def try_route(
     if isinstance(key, Refusal):
         return key
     route = Route(spec, family.source, ranks, key, fuses, family.implementation)
+    build = partial(_build, route.plan(config, num_tokens)) if num_tokens else None
     try:
-        if num_tokens:
-            _build(route.plan(config, num_tokens))
+        if groups is not None and layout.num_bytes:
+            told = partial(facts, routed, family.source)
+            symmetric_memory.allocate(key, layout.num_bytes, groups, facts=told, prepare=build)
+        if build is not None:
+            build()  # where the buffer was there
     except compiler.MissingDependency as error:
         return Unavailable(str(error), cause=error)
-    if groups is not None and layout.num_bytes:
-        symmetric_memory.allocate(key, layout.num_bytes, groups)
     return route
 
 

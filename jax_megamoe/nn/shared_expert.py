@@ -1,5 +1,8 @@
 """`SharedExpert`, the expert that every token goes to, where it is not fused into the kernel."""
 
+import logging
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -10,10 +13,13 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, BFloat16, Float32
 
-from jax_megamoe.config import Activation
+from jax_megamoe.config import Activation, MoEConfig
 from jax_megamoe.nn.replicated import replicated
 from jax_megamoe.numerics.expert import activate, matmul
+from jax_megamoe.plan import families
 from jax_megamoe.weights.checkpoint.block_tensors import BlockTensors
+
+_log = logging.getLogger("jax_megamoe")
 
 
 class SharedExpert(nnx.Module):
@@ -71,3 +77,31 @@ class SharedExpert(nnx.Module):
             gate = tensors.take("shared_expert_gate.weight", shape=(1, hidden_size))
             arrays["output_gate"] = gate.astype(ml_dtypes.bfloat16)
         return arrays
+
+
+def unfused_reason(
+    config: MoEConfig, shared_size: int, is_whole: bool, has_gate: bool
+) -> str | None:
+    """Why the shared expert cannot be fused; None where it can, or there is none."""
+    form, inter = config.weight_format.name, config.intermediate_size
+    reasons = {
+        "a gate weighs its output": has_gate,
+        "the model's sizes are rounded up": not is_whole,
+        f"its size {shared_size} is no multiple of intermediate_size {inter}": shared_size % inter,
+        f"{form} kernels fuse none": config.shared_format is None,
+        f"{config.kernel_source}'s {form} kernel fuses none": _source_fuses_none(config),
+    }
+    return next((text for text, holds in reasons.items() if holds and shared_size), None)
+
+
+def _source_fuses_none(config: MoEConfig) -> bool:
+    """Whether no kernel of the source that the config insists on fuses a shared expert."""
+    found = families.candidates(config) if config.kernel_source else ()
+    fusing = replace(config, num_shared_experts=max(1, config.num_shared_experts))
+    return bool(found) and all(family.unsupported(fusing) is not None for family in found)
+
+
+@lru_cache
+def log_unfused(config: MoEConfig, reason: str) -> None:
+    """Says once for each config and reason why its shared expert is not fused."""
+    _log.info("%s adds its shared expert unfused: %s", config, reason)
