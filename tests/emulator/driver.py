@@ -15,11 +15,11 @@ from typing import Any
 
 import jax
 import numpy as np
+
 from emulator import build
 from emulator.machine import aligned, kernel_arguments, module_variables, parsed
 from emulator.planned import GARBAGE
 from emulator.toolchain import ptx_of
-
 from jax_megamoe import compile as compiler
 from jax_megamoe import symmetric_memory
 from jax_megamoe.launch import deep_gemm

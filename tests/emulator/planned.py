@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
 from emulator.machine import EmulatorError, Launch, Machine, aligned, encode_tensor_map
 from emulator.toolchain import ptx_of
-
 from jax_megamoe.plan.launch import (
     Fill,
     Float32,

@@ -18,8 +18,8 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from emulator import planned
 
+from emulator import planned
 from jax_megamoe import compile as compiler
 from jax_megamoe import symmetric_memory
 from jax_megamoe.launch import launcher

@@ -6,9 +6,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from emulator.build import folder
 from filelock import FileLock
 
+from emulator.build import folder
 from jax_megamoe.compile import MissingDependency, find_source
 from jax_megamoe.compile.cache import digest
 from jax_megamoe.compile.codegen import generate
