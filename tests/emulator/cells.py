@@ -268,44 +268,24 @@ def varied(form: str, source: str) -> Iterator[Cell]:
     cell = functools.partial(Cell, form, source)
     shared = next(iter(mm.WEIGHT_FORMATS[form].shared_formats), "")
     found = [
-        *(cell(tokens=t, max_tokens=130) for t in (0, 1, 7, 33, 130)),
-        *(cell(ranks=r, tokens=t) for r, t in ((2, 16), (2, 130), (4, 33), (8, 9))),
+        *(cell(tokens=t, max_tokens=130) for t in (0, 1, 7, 130)),
         # Tile heights grow with the tokens of an expert.
-        *(cell(experts=2, tokens=t) for t in (20, 64, 160, 300)),
-        cell(experts=2, ranks=2, tokens=300),
-        cell(unrouted=0.4),
+        *(cell(experts=2, tokens=t) for t in (64, 300)),
+        cell(ranks=2, tokens=32, mask=True, stats=True, unrouted=0.2),
+        cell(ranks=4, replicas=4, stats=True, idle_ranks=(0, 2), idle_experts=(0, 1)),
+        cell(ranks=8, tokens=9),
+        cell(ranks=2, experts=2, tokens=300),
         cell(unrouted=1.0),
-        cell(idle_experts=(1, 2, 5)),
-        cell(ranks=2, idle_ranks=(1,)),
-        cell(ranks=4, idle_ranks=(0, 2), idle_experts=(0, 1), stats=True),
-        cell(mask=True, stats=True),
-        cell(ranks=2, mask=True, stats=True, unrouted=0.2),
-        cell(replicas=4),
-        cell(ranks=4, replicas=4, stats=True),
+        cell(delay=0.9, seed=2),
+        *(cell(ranks=2, tokens=32, delay=d, seed=s) for d, s in ((0.5, 4), (0.98, 6))),
         cell(experts=6, top_k=3, hidden=1024, intermediate=512, num_sms=8),
-        cell(experts=32, top_k=8, ranks=4, tokens=20),
-        cell(experts=1, top_k=1, tokens=100),
-        cell(hidden=256),
-        cell(hidden=768),
         cell(intermediate=384),
         cell(fast_math=False),
-        cell(reserved_sms=4, num_sms=8),
         cell(reserved_sms=4, num_sms=8, smid_offset=4),
         cell(max_tokens=7000, tokens=100),
-        cell(num_sms=132, experts=16, top_k=4, tokens=130),
-        *(
-            cell(tokens=t, delay=d, seed=s)
-            for t, d, s in ((16, 0.5, 1), (33, 0.9, 2), (130, 0.7, 3))
-        ),
-        *(cell(ranks=2, tokens=32, delay=d, seed=s) for d, s in ((0.5, 4), (0.9, 5), (0.98, 6))),
     ]
     if shared:
-        found += [
-            cell(shared=shared, tokens=1),
-            cell(shared=shared, num_shared=2, tokens=130),
-            cell(shared=shared, ranks=2, mask=True, stats=True),
-            cell(shared=shared, ranks=8, tokens=9),
-        ]
+        found.append(cell(shared=shared, num_shared=2, ranks=2, mask=True, stats=True))
     for each in found:
         if not each.refusal():
             yield each

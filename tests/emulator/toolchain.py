@@ -1,7 +1,6 @@
 """PTX of the kernels that a plan launches, by the product's own compilers, cached like cubins."""
 
 import functools
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -77,4 +76,4 @@ def _write(path: Path, content: bytes) -> None:
     """A file that appears whole."""
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(content)
-    os.replace(file.name, path)
+    Path(file.name).replace(path)
