@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tolerances
-from cells_table import ACTIVATIONS, SOURCES
+from cells_table import ACTIVATIONS, SIZES, SOURCES
 
 import jax_megamoe as mm
 from emulator.planned import Buffers
 from emulator.standing_in import StandIn, standing_in
 from jax_megamoe.launch.deep_gemm import check_supported
+from jax_megamoe.plan import check_sizes
 from jax_megamoe.plan.device import DeviceSpec
 
 SHORT = {"clamped": "clamped swiglu", "gpt_oss": "GPT-OSS's swiglu"}
@@ -72,8 +73,7 @@ class Cell:
     @property
     def device(self) -> DeviceSpec:
         """The device that the call is planned for."""
-        sm90 = mm.WEIGHT_FORMATS[self.form].architecture == "sm90"
-        return DeviceSpec(90 if sm90 else 100, self.num_sms)
+        return DeviceSpec(_architecture(self.form, self.source), self.num_sms)
 
     def config(self) -> mm.MoEConfig:
         """The layer. Raises ValueError for sizes that no config has."""
@@ -111,6 +111,19 @@ class Cell:
             if getattr(self, field.name) != field.default
         ]
         return " ".join([self.source, self.form, *changed])
+
+
+@functools.cache
+def _architecture(form: str, source: str) -> int:
+    """The architecture that a source's kernel for a format is for; 100 if it has none."""
+    config = mm.MoEConfig(**SIZES, weight_format=form)
+    for arch in (100, 90):
+        try:
+            check_sizes(config, DeviceSpec(arch, 132), 1, source)
+        except (NotImplementedError, ValueError):
+            continue
+        return arch
+    return 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,7 +257,7 @@ def families() -> list[tuple[str, str]]:
     """(format, source) of every kernel family."""
     return [
         (form, source)
-        for form in cases.FORMATS
+        for form in mm.RECIPES
         for source in SOURCES
         if not Cell(form, source).refusal()
     ]
@@ -253,9 +266,9 @@ def families() -> list[tuple[str, str]]:
 def accepted() -> Iterator[Cell]:
     """A call of each cell of README's table that the product accepts."""
     for form, source in families():
-        allowed = mm.WEIGHT_FORMATS[form]
+        allowed = mm.RECIPES[form]
         for name, activation in ACTIVATIONS.items():
-            if activation.name not in allowed.activations:
+            if activation.name not in allowed.functions:
                 continue
             for shared in ("", *allowed.shared_formats):
                 cell = Cell(form, source, activation=name, shared=shared)
@@ -266,7 +279,7 @@ def accepted() -> Iterator[Cell]:
 def varied(form: str, source: str) -> Iterator[Cell]:
     """A family's calls that differ in anything but activation and shared expert."""
     cell = functools.partial(Cell, form, source)
-    shared = next(iter(mm.WEIGHT_FORMATS[form].shared_formats), "")
+    shared = next(iter(mm.RECIPES[form].shared_formats), "")
     found = [
         *(cell(tokens=t, max_tokens=130) for t in (0, 1, 7, 130)),
         # Tile heights grow with the tokens of an expert.

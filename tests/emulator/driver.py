@@ -81,7 +81,9 @@ class EmulatingDriver:
         self._kept.append((kernel, variables))
         return name + b"\0"
 
-    def _allocate(self, key: str, num_bytes: int, groups: Sequence[Sequence[jax.Device]]) -> None:
+    def _allocate(
+        self, key: str, num_bytes: int, groups: Sequence[Sequence[jax.Device]], **_: Any
+    ) -> None:
         """Buffers in host memory: zeros where the product's are zero, else garbage."""
         if key in self.buffers:
             return

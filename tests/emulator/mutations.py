@@ -177,10 +177,10 @@ MUTATIONS: dict[str, Mutation] = {
 
 
 def run(captured: Captured) -> np.ndarray:
-    """y of one rank's captured call, float32. Raises EmulatorError."""
+    """y of one rank's captured call, float64. Raises EmulatorError."""
     settings: Mapping[str, float] = dict(max_instructions=2e7, stall_rounds=1500)
     done = planned.run([captured.plan], [captured.operands], [captured.results], settings=settings)
-    return done.results[0]["y"].astype(np.float32)
+    return done.results[0]["y"].astype(np.float64)
 
 
 def noticed(captured: Captured, mutation: Mutation, want: np.ndarray) -> str:

@@ -122,7 +122,7 @@ def standing_in(device: DeviceSpec) -> Iterator[StandIn]:
         for owner, name, value in (
             (launcher, "launch", stand_in.launch),
             (compiler, "build", lambda spec: b""),
-            (symmetric_memory, "allocate", lambda key, num_bytes, groups: None),
+            (symmetric_memory, "allocate", lambda *_, **__: None),
             (symmetric_memory, "keys", lambda start="": [start]),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
