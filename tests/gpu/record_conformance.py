@@ -44,7 +44,9 @@ def tensor_map(spec: machine.TensorMap, address: int) -> Any:
         rank,
         address,
         [cuda.cuuint64_t(size) for size in spec.dims],
-        [cuda.cuuint64_t(size) for size in spec.strides],
+        [
+            cuda.cuuint64_t(size) for size in spec.strides or (16,)
+        ],  # the driver wants one, even of a 1-D map
         [cuda.cuuint32_t(size) for size in spec.box],
         [cuda.cuuint32_t(1)] * rank,
         cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
@@ -105,7 +107,10 @@ def main() -> None:
         for case in cases.cases():
             if case.file not in modules:
                 modules[case.file] = compiled(case.file, Path(work))
-            first, second = run(modules[case.file], case), run(modules[case.file], case)
+            try:
+                first, second = run(modules[case.file], case), run(modules[case.file], case)
+            except RuntimeError as error:
+                sys.exit(f"{case.name}: {error}")
             if any((a != b).any() for a, b in zip(first, second, strict=True)):
                 unequal.append(case.name)
             (records[case.name],) = first

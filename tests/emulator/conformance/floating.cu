@@ -121,7 +121,6 @@ extern "C" __global__ void convert(const uint32_t* in, uint32_t* out) {
   F1(saturate, f32, "cvt.sat.f32.f32 %0, %1;");
   R1(s8, bits, "cvt.s32.s8 %0, %1;");
   R1(u16, bits, "{ .reg .u16 h; cvt.u16.u32 h, %1; cvt.s32.s16 %0, h; }");
-  R1(sat_s8, bits, "{ .reg .s16 h; cvt.sat.s8.s32 h, %1; cvt.s32.s16 %0, h; }");
   ROW64(s64, bits, ([&] {
           int64_t d;
           asm volatile("cvt.s64.s32 %0, %1;" : "=l"(d) : "r"(a));
