@@ -137,7 +137,6 @@ class Recipe:
         shared_formats: recipes that a fused shared expert may have, by name, the default first;
             empty: never fused.
         rounding: of `xla` and `reference` where no kernel's own is asked for.
-        mega_kernels: some kernel from dispatch to combine runs it; else `grouped` and `xla` alone.
     """
 
     name: str
@@ -146,7 +145,6 @@ class Recipe:
     functions: tuple[str, ...] = ("swiglu",)
     shared_formats: tuple[str, ...] = ()
     rounding: Rounding = Rounding()
-    mega_kernels: bool = True
 
     def __repr__(self) -> str:
         return f"<Recipe {self.name}>"
@@ -188,8 +186,8 @@ _RECIPES = (
     ),
     Recipe("bf16", BF16, _BF16_ACTIVATIONS, shared_formats=("bf16",)),
     Recipe("fp8_block", FP8_BLOCK, _FP8_ACTIVATIONS, rounding=Rounding(rounds_gate_up=False)),
-    Recipe("mxfp4_bf16", MXFP4, _BF16_ACTIVATIONS, ("swiglu", "situ"), mega_kernels=False),
-    Recipe("mxfp8_bf16", MXFP8, _BF16_ACTIVATIONS, ("swiglu", "situ"), mega_kernels=False),
+    Recipe("mxfp4_bf16", MXFP4, _BF16_ACTIVATIONS, ("swiglu", "situ")),
+    Recipe("mxfp8_bf16", MXFP8, _BF16_ACTIVATIONS, ("swiglu", "situ")),
 )
 
 RECIPES: Mapping[str, Recipe] = MappingProxyType({recipe.name: recipe for recipe in _RECIPES})

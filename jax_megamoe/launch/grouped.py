@@ -8,19 +8,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Bool, Float32, Int32
 
-from jax_megamoe import _checks
 from jax_megamoe import compile as compiler
 from jax_megamoe.config import MoEConfig
-from jax_megamoe.formats import GROUPED_LAYOUTS
 from jax_megamoe.launch import launcher
+from jax_megamoe.launch.runnable import Unavailable
 from jax_megamoe.mesh import Axis
 from jax_megamoe.numerics import expert
 from jax_megamoe.plan.grouped import humming, layer
 from jax_megamoe.plan.grouped.tiles import SHARED_MEMORY
 from jax_megamoe.plan.launch import KernelLaunch, LaunchPlan
+from jax_megamoe.plan.refusal import Refusal, missing, unfit
 from jax_megamoe.routing.replicas import ReplicaMap
 from jax_megamoe.runtime import extension
-from jax_megamoe.runtime.devices import device_spec
+from jax_megamoe.runtime.devices import spec_of
 from jax_megamoe.weights.params import ExpertWeights, recipe_for
 
 
@@ -34,6 +34,7 @@ class GroupedRoute:
         num_ranks: expert-parallel ranks.
         shared_memory: most bytes of a thread block; 0: the architecture's.
         early: launches overlap the ends of those before them.
+        implementation: as `mega_moe` names it.
     """
 
     arch: int
@@ -41,31 +42,22 @@ class GroupedRoute:
     num_ranks: int = 1
     shared_memory: int = 0
     early: bool = True
+    implementation: str = "grouped"
 
 
-def layout_of(config: MoEConfig, arch: int) -> str:
-    """The layout of the weights that the products read.
+def layout_of(config: MoEConfig, arch: int) -> str | Refusal:
+    """The layout of the weights that the products read, or why none runs the config.
 
     Args:
         config: the layer.
         arch: compute capability times ten.
-
-    Raises:
-        NotImplementedError: no product runs the config there.
     """
     weights, activations = config.weight_format.name, activation_format(config)
     refused = layer.refusal(weights, activations, arch)
-    if refused:
-        raise NotImplementedError(
-            _checks.message(
-                "implementation grouped",
-                refused,
-                f"{weights} weights and {activations} activations on compute capability "
-                f"{arch // 10}.{arch % 10}",
-                "use xla",
-            )
-        )
-    return layer.layout_of(activations)
+    if not refused:
+        return layer.layout_of(activations)
+    got = f"{weights} weights and {activations} activations on {arch // 10}.{arch % 10}"
+    return missing("implementation grouped", refused, got, "use xla")
 
 
 def activation_format(config: MoEConfig) -> str:
@@ -73,15 +65,15 @@ def activation_format(config: MoEConfig) -> str:
     return config.recipe.activations.name
 
 
-def find_route(
+def try_route(
     config: MoEConfig,
     device: jax.Device,
     weights: ExpertWeights,
     *,
     num_tokens: int = 0,
     num_ranks: int = 1,
-) -> GroupedRoute:
-    """The route of a config's calls on a device, its kernels compiled.
+) -> GroupedRoute | Refusal:
+    """The route of a config's calls on a device, its kernels compiled; or why there is none.
 
     Args:
         config: the layer.
@@ -91,33 +83,34 @@ def find_route(
         num_ranks: expert-parallel ranks.
 
     Raises:
-        NotImplementedError: the device, the recipe on it.
-        ValueError: weights in another layout, more experts than a rank may have.
-        ImportError: the compiled module is missing.
-        BuildError: a kernel cannot be had; `MissingDependency` where Humming's headers or a
-            compiler are not installed.
+        BuildError: a kernel does not compile.
     """
-    extension.module()
-    spec = device_spec(device, config.reserved_sms)
+    spec = spec_of(device, config.reserved_sms)
+    if isinstance(spec, Refusal):
+        return spec
     arch = layer.planned_arch(spec.arch)
-    layout = layout_of(config, arch)
+    layout = layout_of(config, arch or spec.arch)
+    if isinstance(layout, Refusal):
+        return layout
     if weights.layout != layout:
         hint = f"jax_megamoe.to_layout(weights, {layout!r}) converts them"
         expected = f"{layout!r} for implementation grouped"
-        raise ValueError(_checks.message("weights.layout", expected, repr(weights.layout), hint))
+        return unfit("weights.layout", expected, repr(weights.layout), hint)
     local = config.experts_per_rank(num_ranks)
-    _checks.at_most("experts of a rank", local, layer.MAX_EXPERTS, "implementation grouped's most")
-    compiler.find_source(humming.SOURCE)
+    if local > layer.MAX_EXPERTS:
+        expected = f"at most {layer.MAX_EXPERTS} for implementation grouped"
+        return unfit("experts of a rank", expected, local, "use more ranks, or xla")
+    try:
+        extension.module()
+        compiler.find_source(humming.SOURCE)
+    except (ImportError, compiler.MissingDependency) as error:
+        return Unavailable(str(error), cause=error)
     # 8.6 runs what is compiled for 8.0 and has less room.
-    route = GroupedRoute(arch, spec.num_sms, num_ranks, SHARED_MEMORY[89] if spec.arch == 86 else 0)
+    room = SHARED_MEMORY[89] if spec.arch == 86 else 0
+    route = GroupedRoute(arch, spec.num_sms, num_ranks, room)
     if num_tokens and num_ranks == 1:
         _build(_described(config, route, weights, num_tokens))
     return route
-
-
-def runs_layout(layout: str) -> bool:
-    """Whether a layout of weights is the grouped products'."""
-    return layout in GROUPED_LAYOUTS
 
 
 def _described(
@@ -178,7 +171,7 @@ def moe(
         topk_weights: float32 [T, K].
         weights: in the layout that `layout_of` names.
         config: the layer.
-        route: from `find_route`.
+        route: from `try_route`.
         padding_mask: bool [T], True for rows that are no tokens.
         eplb: where replicas are; None: slot p holds logical expert p % num_logical_experts.
         with_stats: count tokens of each expert.

@@ -40,7 +40,7 @@ def moe(
         topk_weights: float32 [T, K].
         weights: this rank's experts, in a grouped layout.
         config: the layer.
-        route: from `grouped.find_route`.
+        route: from `grouped.try_route`.
         axis: the manual mesh axis (axes) of expert parallelism; None on one rank.
         padding_mask: bool [T], True for rows that are no tokens.
         eplb: where replicas are.
