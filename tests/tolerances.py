@@ -40,8 +40,17 @@ KERNEL_AGREEMENT = {
     # (template argument kReuseAccumAsFinal): 1.0 to 1.6 %, and up to 0.4 % less gain.
     "fp8_block, tiles of 64": Agreement(norm=1e-2, token=2.5e-2),
     "fp8_block": Agreement(norm=2.5e-2, token=5e-2),
+    # FlashInfer's end such a sum after 128 of K in tiles of every height.
+    "mxfp4_block": Agreement(norm=1e-2, token=2.5e-2),
+    "nvfp4_block": Agreement(norm=1e-2, token=2.5e-2),
 }
-"""A kernel on its GPU against `reference`."""
+"""A kernel on its GPU against `reference`, by recipe and, where that matters, tile height."""
+
+
+def kernel_agreement(recipe: str, block_m: int) -> Agreement:
+    """How far a kernel's output in tiles of `block_m` rows may be from `reference`."""
+    tiled = f"{recipe}, tiles of {block_m}"
+    return KERNEL_AGREEMENT[tiled if tiled in KERNEL_AGREEMENT else recipe]
 
 
 class Accuracy(NamedTuple):
