@@ -15,14 +15,15 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 ROOMS = {
     "_checks": ("", ""),
+    "_files": ("_checks", ""),
     "mesh": ("", ""),
     "formats": ("_checks", ""),
     "config": ("_checks formats", ""),
     "numerics": ("_checks config formats", "elements quantization expert tokens"),
     "weights": (
-        "_checks config formats mesh numerics",
-        "checkpoint.dialects checkpoint.tensors checkpoint.select layout flashinfer_layout "
-        "flashinfer_factors params requantize "
+        "_checks _files config formats mesh numerics",
+        "checkpoint.dialects checkpoint.header checkpoint.tensors checkpoint.select layout "
+        "flashinfer_layout flashinfer_factors params requantize "
         "checkpoint.buffers checkpoint.projection experts move checkpoint.converted "
         "checkpoint.gather checkpoint.load checkpoint.block_tensors checkpoint.convert checkpoint",
     ),
@@ -53,7 +54,7 @@ ROOMS = {
         "replicated hf_config shared_expert router_layer layer block",
     ),
     "cli": (
-        "_checks compile config formats launch nn op plan runtime weights",
+        "_checks _files compile config formats launch nn op plan runtime weights",
         "measurements demo.result demo.picture demo.checkpoint bench_load ahead sources doctor "
         "bench demo.run demo main",
     ),

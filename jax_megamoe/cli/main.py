@@ -209,7 +209,7 @@ def compile(parser: argparse.ArgumentParser) -> Run:
 
 
 def convert(parser: argparse.ArgumentParser) -> Run:
-    """Write a checkpoint's experts once in kernel layout, to be mapped with load_converted."""
+    """Write a checkpoint's experts once in kernel layout, for load_converted."""
     parser.add_argument("checkpoint", type=Path, help="folder with safetensors files, or one file")
     parser.add_argument(
         "--prefix",

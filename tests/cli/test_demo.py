@@ -1,22 +1,18 @@
 """The demo as a user runs it, at the smallest sizes, and its bounds."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tolerances
+from command_line import RUN, TINY, run
 from safetensors.numpy import load_file
 
 from jax_megamoe import WEIGHT_FORMATS
 from jax_megamoe.cli.demo.result import BOUNDS, FormatResult
-
-TINY = "--ranks 2 --experts 4 --top-k 2 --hidden 128 --intermediate 128 --tokens 16"
-RUN = [sys.executable, "-m", "jax_megamoe"]
 
 WITHOUT_MATPLOTLIB = """
 import sys
@@ -34,20 +30,6 @@ from jax_megamoe.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
 """A program that allows bf16 less than its rounding."""
-
-
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command line in `folder`, on a terminal of 80 columns."""
-    environment = os.environ | {"COLUMNS": "80"}
-    return subprocess.run(
-        arguments,
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
 
 
 def rows(text: str) -> dict[str, list[float]]:

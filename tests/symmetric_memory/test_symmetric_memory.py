@@ -351,7 +351,7 @@ def outcomes() -> list[dict[str, Any]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    paths = os.pathsep.join([str(FOLDER), *filter(None, sys.path)])
+    paths = os.pathsep.join([str(FOLDER.parent), *filter(None, sys.path)])
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
     program = [sys.executable, str(FOLDER / "symmetric_processes.py")]
     pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -10,10 +10,11 @@ from jax_megamoe.config import MoEConfig, padded_size
 from jax_megamoe.weights.checkpoint.converted import save_experts
 from jax_megamoe.weights.checkpoint.dialects import Dialect, Role
 from jax_megamoe.weights.checkpoint.gather import GateUpOrder
+from jax_megamoe.weights.checkpoint.header import StoredTensor
 from jax_megamoe.weights.checkpoint.load import load_experts
 from jax_megamoe.weights.checkpoint.projection import PACKED, Piece
 from jax_megamoe.weights.checkpoint.select import read_quantization_config, select_format
-from jax_megamoe.weights.checkpoint.tensors import Checkpoint, StoredTensor
+from jax_megamoe.weights.checkpoint.tensors import Checkpoint
 
 _ANY_EXPERT = 1 << 20
 

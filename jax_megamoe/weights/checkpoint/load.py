@@ -26,6 +26,7 @@ from jax_megamoe.formats import WEIGHT_FORMATS, WeightFormat
 from jax_megamoe.weights.checkpoint.buffers import ParameterBuffers, place, placement_of
 from jax_megamoe.weights.checkpoint.dialects import SHARED, Dialect, Role
 from jax_megamoe.weights.checkpoint.gather import GateUpOrder, Gathering, Key
+from jax_megamoe.weights.checkpoint.header import StoredTensor
 from jax_megamoe.weights.checkpoint.projection import (
     Cache,
     Projection,
@@ -35,7 +36,7 @@ from jax_megamoe.weights.checkpoint.projection import (
     stacked,
 )
 from jax_megamoe.weights.checkpoint.select import read_quantization_config, stored_scheme
-from jax_megamoe.weights.checkpoint.tensors import Checkpoint, HeldTensor, StoredTensor
+from jax_megamoe.weights.checkpoint.tensors import Checkpoint, HeldTensor
 from jax_megamoe.weights.params import ExpertWeights, check_weights, default_layout
 from jax_megamoe.weights.requantize import requantize
 
