@@ -265,7 +265,7 @@ def staged_on_host(
             fused_shared=config.num_shared_experts > 0,
         )
         if (config.weight_format.name, source) == ("nvfp4", "sgl"):
-            tokens = QuantizedTokens(*quantization.quantize_tokens_nvfp4(x, source="sgl"))
+            tokens = QuantizedTokens(*quantization.quantize_tokens_nvfp4(x, floors_scales=False))
             staged = StagedTokens(tokens, staged.topk_ids, staged.topk_weights)
         return staged
 
