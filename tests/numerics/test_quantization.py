@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import scale_pages
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -77,7 +78,7 @@ def test_fp4_tokens_are_the_recorded_ones(wrap):
 @pytest.mark.parametrize("block_m", [16, 64, 192, 240])
 def test_shared_scale_pages_are_the_recorded_ones(block_m, wrap):
     exponents = q.unpack_words(golden.arrays("staging")["stage_256_mxfp8_x_sf"])
-    pages = wrap(lambda s: q.shared_scale_pages(s, block_m))(exponents)
+    pages = wrap(lambda s: scale_pages.shared_scale_pages(s, block_m))(exponents)
     golden.assert_recorded("staging", f"stage_256_shared_sf_bm{block_m}", pages.T)
 
 
@@ -365,24 +366,30 @@ def test_bf16_rounding_survives_a_jit_that_made_the_input():
 
 
 def test_shared_scale_rows_follow_the_tensor_cores_order():
-    assert q.shared_scale_rows(34, 16)[[0, 1, 15, 16, 33]].tolist() == [0, 4, 60, 128, 260]
-    rows = q.shared_scale_rows(500, 192)
+    assert scale_pages.shared_scale_rows(34, 16)[[0, 1, 15, 16, 33]].tolist() == [
+        0,
+        4,
+        60,
+        128,
+        260,
+    ]
+    rows = scale_pages.shared_scale_rows(500, 192)
     assert rows[[0, 31, 32, 127, 128, 191, 192]].tolist() == [0, 124, 1, 127, 128, 253, 256]
     assert len(set(rows.tolist())) == 500
     scales = np.arange(12 * 4, dtype=np.uint8).reshape(12, 4)
-    pages = np.asarray(q.shared_scale_pages(scales, 16, num_rows=256))
+    pages = np.asarray(scale_pages.shared_scale_pages(scales, 16, num_rows=256))
     golden.assert_same(pages[0, :48:4], scales.view(np.int32)[:, 0])
     assert pages.shape == (1, 256)
     assert np.count_nonzero(pages) == 12
     with pytest.raises(ValueError, match="scale rows in use: expected at most num_rows = 100"):
-        q.shared_scale_pages(scales, 16, num_rows=100)
+        scale_pages.shared_scale_pages(scales, 16, num_rows=100)
 
 
 def test_no_tokens_quantise_to_nothing():
     x = jnp.zeros((0, 256), jnp.bfloat16)
     for quantise, decode in QUANTISERS.values():
         assert jax.jit(lambda x: decode(*quantise(x)))(x).shape == (0, 256)
-    assert q.shared_scale_pages(np.zeros((0, 8), np.uint8), 16).shape == (2, 0)
+    assert scale_pages.shared_scale_pages(np.zeros((0, 8), np.uint8), 16).shape == (2, 0)
 
 
 @pytest.mark.parametrize("name", QUANTISERS)
