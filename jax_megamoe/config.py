@@ -120,8 +120,8 @@ class MoEConfig:
         num_logical_experts: experts the router knows; None: num_experts. Physical slot p holds
             logical expert p % num_logical_experts, until a rebalance says otherwise.
         shared_format: precision of a fused shared expert; None: the format's default.
-        kernel_source: ``"sgl"`` or ``"vllm"`` to force a source of kernels; None: the preferred one
-            that can.
+        kernel_source: ``"sgl"``, ``"vllm"`` or ``"flashinfer"`` to force a source of kernels; None:
+            the preferred one that can.
         activation_format: an `ActivationFormat` or its name; None: the default of the weight
             format. `recipe` is what the pair makes.
         reserved_sms: streaming multiprocessors that the kernel leaves free for others (collectives
@@ -217,7 +217,7 @@ class MoEConfig:
         elif recipe.shared_formats:
             object.__setattr__(self, "shared_format", recipe.shared_formats[0])
         if self.kernel_source is not None:
-            _checks.one_of("kernel_source", self.kernel_source, ("sgl", "vllm"))
+            _checks.one_of("kernel_source", self.kernel_source, ("sgl", "vllm", "flashinfer"))
         if not isinstance(self.fast_math, bool):
             raise TypeError(_checks.message("fast_math", "a bool", repr(self.fast_math)))
 

@@ -22,7 +22,7 @@ ACTIVATIONS = {
 }
 """Both activations with each of their parameters at work."""
 
-FORMATS = tuple(mm.WEIGHT_FORMATS)
+FORMATS = tuple(mm.RECIPES)
 FUSING = tuple(name for name in FORMATS if mm.RECIPES[name].shared_formats)
 
 

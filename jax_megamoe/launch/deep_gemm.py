@@ -196,7 +196,7 @@ def runnable_layout(config: MoEConfig, layout: str, device: jax.Device) -> str:
     Another one than theirs for NVFP4 on a device that runs it, when the kernel source of theirs is
     not installed or cannot, the other can, and the config forces neither.
     """
-    if config.weight_format.name != "nvfp4" or config.kernel_source is not None:
+    if config.recipe.name != "nvfp4" or config.kernel_source is not None:
         return layout
     for each in (layout, *NVFP4_LAYOUTS.values()):
         with contextlib.suppress(NotImplementedError, ValueError, compiler.MissingDependency):
@@ -233,7 +233,7 @@ def _log_unfused(config: MoEConfig) -> None:
 
 def _kernel_source(config: MoEConfig, device: DeviceSpec, num_ranks: int, layout: str) -> str:
     """The source of the kernel, whose NVFP4 row order the weights have."""
-    nvfp4, source = config.weight_format.name == "nvfp4", config.kernel_source
+    nvfp4, source = config.recipe.name == "nvfp4", config.kernel_source
     if nvfp4 and source is None:
         source = next(name for name, order in NVFP4_LAYOUTS.items() if order == layout)
     return check_sizes(config, device, num_ranks, source)
@@ -245,7 +245,7 @@ def _found_source(config: MoEConfig, device: DeviceSpec, num_ranks: int, first: 
     Raises:
         MissingDependency: none is; says how to get `first`.
     """
-    free = config.kernel_source is None and config.weight_format.name != "nvfp4"
+    free = config.kernel_source is None and config.recipe.name != "nvfp4"
     try:
         compiler.find_source(first)
         return first
@@ -257,7 +257,7 @@ def _found_source(config: MoEConfig, device: DeviceSpec, num_ranks: int, first: 
             except (NotImplementedError, ValueError, compiler.MissingDependency):
                 continue
             return other
-        if config.weight_format.name == "nvfp4" and config.kernel_source is None:
+        if config.recipe.name == "nvfp4" and config.kernel_source is None:
             other = next(name for name in NVFP4_LAYOUTS if name != first)
             call = f"jax_megamoe.to_layout(weights, {NVFP4_LAYOUTS[other]!r})"
             raise compiler.MissingDependency(f"{missing}; or {call} for {other}'s kernel") from None
@@ -292,7 +292,7 @@ def _check_parameters(config: MoEConfig, weights: ExpertWeights, source: str) ->
         raise NotImplementedError(
             _checks.message("weights", expected, "w13_bias and w2_bias", "use xla")
         )
-    if config.weight_format.name == "nvfp4":
+    if config.recipe.name == "nvfp4":
         layout = NVFP4_LAYOUTS[source]
         if weights.layout != layout:
             raise ValueError(
@@ -352,7 +352,7 @@ def moe(
     if eplb is not None:
         operands["logical_to_physical"] = eplb.logical_to_physical
         operands["num_replicas"] = eplb.num_replicas
-    if config.weight_format.weight.has_global_scale:
+    if config.recipe.activations.has_global_scale:
         operands |= _factors(weights, route.source, axis)
     results = {"y": jax.ShapeDtypeStruct(x.shape, x.dtype)}
     if with_stats:

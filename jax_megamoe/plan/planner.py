@@ -17,6 +17,8 @@ from jax_megamoe.plan import (
     vllm_sm100,
 )
 from jax_megamoe.plan.device import DeviceSpec
+from jax_megamoe.plan.families import flashinfer
+from jax_megamoe.plan.families.flashinfer import FlashInferKernel
 from jax_megamoe.plan.family import Family
 from jax_megamoe.plan.launch import Fill, KernelLaunch, LaunchPlan
 from jax_megamoe.plan.operand import SYMMETRIC_BUFFER, Operand
@@ -31,7 +33,7 @@ from jax_megamoe.plan.symmetric_buffer import (
     sm100_layout,
 )
 
-SOURCES = ("sgl", "vllm")
+SOURCES = ("sgl", "vllm", "flashinfer")
 """Sources of kernels, the preferred one first."""
 
 _SGL_SITU = (4.0, 25.0)
@@ -141,13 +143,16 @@ def _source(config: MoEConfig, device: DeviceSpec, num_ranks: int, source: str |
     if asked is not None:
         _checks.one_of("source", asked, SOURCES)
         return asked
-    for candidate in SOURCES:
+    sources = (flashinfer.SOURCE,) if config.recipe.name in flashinfer.KERNELS else SOURCES
+    for candidate in sources:
         if next(_all_violations(config, device, num_ranks, candidate), None) is None:
             return candidate
-    return SOURCES[0]
+    return sources[0]
 
 
-def _family(config: MoEConfig, source: str) -> Family:
+def _family(config: MoEConfig, source: str) -> Family | FlashInferKernel:
+    if config.recipe.name in flashinfer.KERNELS:
+        return flashinfer.KERNELS[config.recipe.name]
     if source == "vllm" and config.activation.name == "situ":
         return vllm_sm100.SITU
     return _FAMILIES[source, config.weight_format.name]
@@ -156,7 +161,7 @@ def _family(config: MoEConfig, source: str) -> Family:
 def _activation(activation: Activation, source: str) -> str | None:
     """The source's name of an activation; None where sgl has no such parameters."""
     parameters = activation.alpha, activation.beta
-    if source == "vllm":
+    if source != "sgl":
         return activation.name
     if activation.name == "situ":
         return "situ" if parameters == _SGL_SITU else None
@@ -164,7 +169,7 @@ def _activation(activation: Activation, source: str) -> str | None:
 
 
 def _problem(config: MoEConfig, num_tokens: int, num_ranks: int, source: str) -> Problem:
-    nvfp4 = config.weight_format.name == "nvfp4"
+    nvfp4 = config.recipe.name == "nvfp4"
     return Problem(
         num_ranks=num_ranks,
         num_experts=config.num_experts,
@@ -175,7 +180,7 @@ def _problem(config: MoEConfig, num_tokens: int, num_ranks: int, source: str) ->
         num_tokens=num_tokens,
         # Under shard_map every rank has as many rows, so the most tokens of any rank are known.
         num_tokens_bound=num_tokens if config.weight_format.name == "fp8_block" else 0,
-        weight_format=config.weight_format.name,
+        weight_format=config.recipe.name,
         num_shared_experts=config.num_shared_experts,
         shared_format=config.shared_format if config.num_shared_experts else None,
         activation=_activation(config.activation, source) or config.activation.name,
@@ -197,6 +202,14 @@ def _violations(
     sm90 = config.weight_format.name == "fp8_block"
     if sm90 and source != "sgl":
         yield NotImplementedError(_checks.message("source", "sgl for fp8_block", source))
+    recipe, four_bit = config.recipe.name, flashinfer.KERNELS.get(config.recipe.name)
+    if (four_bit is None) == (source == flashinfer.SOURCE):
+        expected = f"{'one of sgl and vllm' if four_bit is None else 'flashinfer'} for {recipe}"
+        yield NotImplementedError(_checks.message("source", expected, source))
+        return
+    if four_bit is not None:
+        yield from four_bit.violations(problem, device)
+        return
     if _activation(config.activation, source) is None:
         known = f"(alpha, beta) one of {[*SGL_SWIGLU]} for swiglu, {_SGL_SITU} for situ"
         got = f"{config.activation.name} {config.activation.alpha, config.activation.beta}"
@@ -205,14 +218,18 @@ def _violations(
     if sm90:
         yield from limits.sm90_violations(problem, device)
     else:
-        yield from limits.sm100_violations(_family(config, source), problem, device)
+        family = _family(config, source)
+        assert isinstance(family, Family)
+        yield from limits.sm100_violations(family, problem, device)
 
 
 def _staging_by(
-    family: Family | None, problem: Problem, routing: Routing | None, asked: str | None
+    family: Family | FlashInferKernel | None, problem: Problem, routing: Routing | None, asked: str | None
 ) -> str:
     """Which of `STAGINGS` a plan has, None being a family of SM90."""
-    exists = family is None or (family.source == "sgl" and family.scale_block > 0)
+    exists = family is None or (
+        isinstance(family, Family) and family.source == "sgl" and family.scale_block > 0
+    )
     fits = problem.hidden_size <= limits.MAX_STAGED_HIDDEN
     suffices = exists and fits and routing is None and not problem.num_shared_experts
     if asked is None:
@@ -243,6 +260,9 @@ def _all_violations(
                 yield from limits.sm90_violations(replace(empty, num_tokens=num_tokens), device)
         return
     family = _family(config, source)
+    if isinstance(family, FlashInferKernel):
+        yield from family.all_violations(empty, device)
+        return
     for height in _TILE_HEIGHTS:
         for broken in limits.sm100_tile_violations(family, empty, device, height):
             reached = (
@@ -254,7 +274,7 @@ def _all_violations(
 
 
 def _plan(
-    family: Family | None,
+    family: Family | FlashInferKernel | None,
     problem: Problem,
     device: DeviceSpec,
     routing: Routing | None,
@@ -264,6 +284,9 @@ def _plan(
     if family is None:
         layout, mega = sm90_layout(problem), sgl_sm90.mega_launch(problem, device)
         height = sm90_heuristics.schedule(problem, device).block_m
+    elif isinstance(family, FlashInferKernel):
+        layout, mega = family.layout(problem, device), family.launch(problem, device)
+        height = family.tile_height(problem, device)
     else:
         layout = sm100_layout(family, problem, device.num_sms)
         mega = mega_launch(family, problem, device)
@@ -273,11 +296,12 @@ def _plan(
         # Graph replays repeat the grid ids that this source's kernels mark ready words with.
         steps.append(Fill(Operand(SYMMETRIC_BUFFER, READY_OFFSET), READY_BYTES))
     if staging_by == "source":
+        assert not isinstance(family, FlashInferKernel)
         steps.append(_own_staging(family, problem, layout))
     elif staging_by == "jax_megamoe":
         steps.append(staging.staging_launch(problem, layout, mega, height, routing))
     steps.append(mega)
-    table = family is not None and family.locality_table
+    table = isinstance(family, Family) and family.locality_table
     return LaunchPlan(
         tuple(steps),
         layout,

@@ -20,6 +20,8 @@ _TOKENS = {
     "nvfp4": "kNvfp4",
     "bf16": "kBf16",
     "fp8_block": "kFp8Block",
+    "mxfp4_block": "kFp8Block",
+    "nvfp4_block": "kFp8Block",
 }
 _SHARED_ROWS = {"mxfp8": "kMxfp8", "bf16": "kBf16"}
 _LANE_VALUES = 8
