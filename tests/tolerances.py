@@ -26,6 +26,9 @@ AGREEMENT = {
     "mxfp8": Agreement(norm=5e-4, token=6e-3),
     "mxfp4": Agreement(norm=5e-4, token=6e-3),
     "fp8_block": Agreement(norm=5e-4, token=6e-3),
+    "mxfp4_block": Agreement(norm=5e-4, token=6e-3),
+    # As fp8_block; but `xla` scales the sum where `reference` scales the weights.
+    "nvfp4_block": Agreement(norm=1e-3, token=8e-3),
     # An E2M1 step is up to 1/2; and `xla` scales the sum where `reference` scales the weights,
     # which rounds twice more.
     "nvfp4": Agreement(norm=2e-3, token=2.5e-2),
@@ -81,6 +84,9 @@ ACCURACY = {
     # As mxfp8, and E2M1 weights under a power of two (rms 0.115) in three matrices: 0.2. Such a
     # cast alone has gain 0.990 on normal values (nearest of few values pulls in): 0.990^3.
     "mxfp4": Accuracy((0.043, 0.051), (0.18, 0.22), layer_gain=0.970),
+    "mxfp4_block": Accuracy((0.043, 0.051), (0.18, 0.22), layer_gain=0.970),
+    # As mxfp8 with weights as of nvfp4, rounded to E4M3 once more.
+    "nvfp4_block": Accuracy((0.043, 0.051), (0.15, 0.19), layer_gain=0.9866),
     # E2M1 under an E4M3 scale has rms 0.095 and gain 0.9955: the largest of a block saturates where
     # its scale rounds down. Three such casts are activations, three more weights.
     "nvfp4": Accuracy((0.15, 0.18), (0.21, 0.25), gain=0.9866, layer_gain=0.973),
@@ -110,6 +116,8 @@ GRADIENTS = {
     "mxfp8": Gradient(0.055, 0.05),
     "mxfp4": Gradient(0.055, 0.05),
     "fp8_block": Gradient(0.055, 0.05),
+    "mxfp4_block": Gradient(0.055, 0.05),
+    "nvfp4_block": Gradient(0.055, 0.05),
     # The top-k weights' includes the second cast, x's only the first.
     "nvfp4": Gradient(0.14, 0.22),
 }
@@ -121,6 +129,8 @@ GRADIENT_AGREEMENT = {
     "mxfp8": Gradient(5e-4, 5e-4),
     "mxfp4": Gradient(5e-4, 5e-4),
     "fp8_block": Gradient(5e-4, 5e-4),
+    "mxfp4_block": Gradient(5e-4, 5e-4),
+    "nvfp4_block": Gradient(1e-3, 1e-3),
     # `xla` rounds the cotangent of each expert's output to BF16 after the top-k weight: 2^-9.
     "nvfp4": Gradient(5e-3, 2e-3),
 }
