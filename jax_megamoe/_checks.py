@@ -19,6 +19,12 @@ def message(argument: str, expected: str, got: object, hint: str = "") -> str:
     return f"{text}; {hint}" if hint else text
 
 
+def described(error: BaseException) -> str:
+    """`Type: text` of an error that somebody else raised; the type alone where it has no text."""
+    name, text = type(error).__name__, str(error)
+    return f"{name}: {text}" if text else name
+
+
 def _short(text: str) -> str:
     if len(text) <= _LONGEST:
         return text

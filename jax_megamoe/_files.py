@@ -92,8 +92,12 @@ class OpenFile:
             raise ValueError(_checks.message(self.path.name, expected, got, "run `git lfs pull`"))
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, *, constants: bool = False) -> Any:
     """The content of a JSON file of at most `MAX_JSON` bytes, each name once in its object.
+
+    Args:
+        path: the file.
+        constants: see `parse_json`.
 
     Raises:
         ValueError: anything else; the message names the file.
@@ -104,25 +108,26 @@ def read_json(path: Path) -> Any:
         expected = f"JSON of at most {MAX_JSON} bytes"
         raise ValueError(_checks.message(path.name, expected, file.size))
     file.check_not_a_pointer("JSON")
-    return parse_json(file.read(0, file.size).tobytes(), path.name, "JSON")
+    text = file.read(0, file.size).tobytes()
+    return parse_json(text, path.name, "JSON", constants=constants)
 
 
-def parse_json(text: bytes, where: str, expected: str) -> Any:
+def parse_json(text: bytes, where: str, expected: str, *, constants: bool = False) -> Any:
     """The value of a JSON text; objects as dicts, each name once.
 
     Args:
         text: UTF-8.
         where: what messages name.
         expected: what messages call the text.
+        constants: NaN and infinity are allowed, as in what Python wrote.
 
     Raises:
         ValueError: not UTF-8, not JSON, NaN or infinity, nested deeper than Python recurses, an
             integer of more digits than Python converts, or a name twice in one object.
     """
+    constant = float if constants else _no_such_constant
     try:
-        return json.loads(
-            text.decode(), object_pairs_hook=_each_once, parse_constant=_no_such_constant
-        )
+        return json.loads(text.decode(), object_pairs_hook=_each_once, parse_constant=constant)
     except RecursionError as error:
         got = "lists or objects nested too deep"
         raise ValueError(_checks.message(where, expected, got)) from error

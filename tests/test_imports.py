@@ -22,10 +22,11 @@ ROOMS = {
     "numerics": ("_checks config formats", "elements quantization expert tokens"),
     "weights": (
         "_checks _files config formats mesh numerics",
-        "checkpoint.dialects checkpoint.header checkpoint.tensors checkpoint.select layout "
-        "flashinfer_layout flashinfer_factors params requantize "
-        "checkpoint.buffers checkpoint.projection experts move checkpoint.converted "
-        "checkpoint.gather checkpoint.load checkpoint.block_tensors checkpoint.convert checkpoint",
+        "checkpoint.families checkpoint.fields checkpoint.patterns checkpoint.dialects "
+        "checkpoint.header checkpoint.tensors layout flashinfer_layout flashinfer_factors params "
+        "requantize checkpoint.buffers checkpoint.projection checkpoint.select experts move "
+        "checkpoint.converted checkpoint.gather checkpoint.load checkpoint.block_tensors "
+        "checkpoint.convert checkpoint",
     ),
     "routing": ("_checks config mesh numerics weights", "router replicas rebalance stats"),
     "plan": (
@@ -37,13 +38,13 @@ ROOMS = {
     ),
     "compile": (
         "_checks plan",
-        "errors cubin cache pins toolkit fetch sources codegen compiler builder",
+        "errors cubin cache pins toolkit fetch sources names codegen compiler builder",
     ),
     "runtime": ("_checks compile plan", "devices extension"),
     "symmetric_memory": ("_checks compile mesh runtime", "processes cuda peer"),
     "launch": (
         "_checks compile config mesh numerics plan routing runtime symmetric_memory weights",
-        "launcher deep_gemm",
+        "launcher facts deep_gemm",
     ),
     "op": (
         "_checks compile config formats launch mesh numerics routing symmetric_memory weights",
@@ -51,7 +52,7 @@ ROOMS = {
     ),
     "nn": (
         "_checks config formats launch mesh numerics op routing weights",
-        "replicated hf_config shared_expert router_layer layer block",
+        "replicated hf_config storage shared_expert router_layer layer block",
     ),
     "cli": (
         "_checks _files compile config formats launch nn op plan runtime weights",

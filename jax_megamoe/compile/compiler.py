@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.metadata
+import os
 import re
 import shutil
 import subprocess
@@ -12,11 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from jax_megamoe._checks import message
+from jax_megamoe._checks import described, message
 from jax_megamoe.compile.errors import CUDA_EXTRA, MissingDependency
 from jax_megamoe.compile.sources import TENSOR_MAP_HEADER
 from jax_megamoe.compile.toolkit import MINIMUM_CUDA, Toolkit, find_toolkit
 from jax_megamoe.plan.kernel import CodeOptions
+
+_ANSWER_SECONDS = 60.0  # for nvcc to say its version, on a slow network file system too
 
 # What DeepGEMM's own host code passes (deepgemm-abi.md section 1), less what only shapes host code.
 _FLAGS = ("-std=c++20", "--ptxas-options=-v")
@@ -148,7 +151,7 @@ class Nvrtc:
             [name.encode() for name in headers],
         )
         try:
-            encoded = [flag.encode() for flag in flags]
+            encoded = [os.fsencode(option) for option in flags]  # a folder's name is any bytes
             (status,) = self._nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
             log = self._read(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
             if status != self._nvrtc.nvrtcResult.NVRTC_SUCCESS:
@@ -175,7 +178,8 @@ class Nvcc:
     """The nvcc of a toolkit, as a subprocess; it needs a host compiler (g++) on PATH.
 
     Raises:
-        MissingDependency: on construction, without a complete toolkit or g++.
+        MissingDependency: on construction, without a complete toolkit or g++, or where nvcc does
+            not run.
     """
 
     name = "nvcc"
@@ -186,9 +190,12 @@ class Nvcc:
             raise MissingDependency(
                 message("nvcc", "a host compiler g++ on PATH", "none", "install g++ or use nvrtc")
             )
-        printed = subprocess.run(
-            [self._toolkit.nvcc, "--version"], capture_output=True, text=True, check=True
-        ).stdout
+        try:
+            printed = _run([self._toolkit.nvcc, "--version"], timeout=_ANSWER_SECONDS)
+        except (CompilationFailed, OSError, subprocess.SubprocessError) as error:
+            program = str(self._toolkit.nvcc)
+            expected = f"{program} --version to answer"
+            raise MissingDependency(message("nvcc", expected, described(error))) from error
         release = re.search(r"V(\d+\.\d+\.\d+)", printed)
         self.version = f"{release[1] if release else printed}, {self._toolkit.headers}"
 
@@ -217,17 +224,33 @@ class Nvcc:
         with tempfile.TemporaryDirectory(prefix="jax_megamoe_") as folder:
             unit, output = Path(folder, "kernel.cu"), Path(folder, "kernel.cubin")
             unit.write_text(text)
-            done = subprocess.run(
-                [self._toolkit.nvcc, unit, "-o", output, *self.flags(arch, options), *includes],
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            log = done.stdout + done.stderr
-            if done.returncode:
-                raise CompilationFailed(log.strip() or f"nvcc exited with {done.returncode}")
+            command = [unit, "-o", output, *self.flags(arch, options), *includes]
+            log = _run([self._toolkit.nvcc, *command])
             cubin = output.read_bytes()
         return Compiled(cubin, log, ptxas_resources(log), time.perf_counter() - start)
+
+
+def _run(command: Sequence[str | Path], *, timeout: float | None = None) -> str:
+    """What a program prints, which need not be UTF-8: it quotes paths.
+
+    Raises:
+        CompilationFailed: it failed, with what it printed.
+        OSError, subprocess.TimeoutExpired: it cannot be run, or takes longer than `timeout` (s).
+    """
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        errors="backslashreplace",
+        timeout=timeout,
+        check=False,
+    )
+    log = done.stdout + done.stderr
+    if done.returncode:
+        raise CompilationFailed(log.strip() or f"nvcc exited with {done.returncode}")
+    return log
 
 
 COMPILERS = {"nvrtc": Nvrtc, "nvcc": Nvcc}

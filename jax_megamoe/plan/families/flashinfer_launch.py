@@ -40,7 +40,7 @@ _QUIET_TIMEOUT = "#define FI_MEGAMOE_NVLINK_BARRIER_TRAP_ONLY_TIMEOUT 1\n"
 
 # The header refuses hidden_size < 2 * intermediate_size in its interleaved scheduler, whose warm-up
 # allows for it all the same. Every other assertion stays.
-_WIDE_INTERMEDIATE = """\
+WIDE_INTERMEDIATE = """\
 constexpr bool jax_megamoe_lifts(const char* condition) {
   const char* lifted = "kNumL2BlockNs >= kNumL1BlockNs";
   while (*condition && *condition == *lifted) ++condition, ++lifted;
@@ -196,7 +196,7 @@ def _kernel(
 def _prelude(sizes: Sizes) -> str:
     """Macros before the header."""
     wide = sizes.hidden_size < 2 * sizes.intermediate_size
-    return _QUIET_TIMEOUT + (_WIDE_INTERMEDIATE if wide else "")
+    return _QUIET_TIMEOUT + (WIDE_INTERMEDIATE if wide else "")
 
 
 def _sym_buffer(sizes: Sizes) -> str:

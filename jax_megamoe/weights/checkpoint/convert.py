@@ -8,16 +8,15 @@ from typing import Any, NamedTuple
 from jax_megamoe import _checks
 from jax_megamoe._files import is_same_file
 from jax_megamoe.config import MoEConfig, padded_size
+from jax_megamoe.formats import as_weight_format
 from jax_megamoe.weights.checkpoint.converted import save_experts
-from jax_megamoe.weights.checkpoint.dialects import Dialect, Role
-from jax_megamoe.weights.checkpoint.gather import GateUpOrder
+from jax_megamoe.weights.checkpoint.dialects import MAX_EXPERTS, Dialect, Role
+from jax_megamoe.weights.checkpoint.families import GateUpOrder
 from jax_megamoe.weights.checkpoint.header import StoredTensor
 from jax_megamoe.weights.checkpoint.load import load_experts
 from jax_megamoe.weights.checkpoint.projection import PACKED, Piece
-from jax_megamoe.weights.checkpoint.select import read_quantization_config, select_format
+from jax_megamoe.weights.checkpoint.select import format_of, layer_scheme, read_quantization_config
 from jax_megamoe.weights.checkpoint.tensors import Checkpoint
-
-_ANY_EXPERT = 1 << 20
 
 
 class ConvertedLayer(NamedTuple):
@@ -135,9 +134,13 @@ def stored_layer(source: Checkpoint, prefix: str, **fields: Any) -> tuple[MoECon
         ValueError: sizes that do not go together.
         NotImplementedError: a scheme that does not run.
     """
-    quantization = read_quantization_config(source.path)
-    form = select_format(quantization, forced=fields.get("weight_format"), prefix=prefix)
     sizes = stored_sizes(source, prefix)
+    if fields.get("weight_format") is None:
+        quantization = read_quantization_config(source.path)
+        scheme = layer_scheme(quantization, prefix, source.files, source.tensor)
+        form = format_of(scheme, prefix=prefix)
+    else:
+        form = as_weight_format(fields["weight_format"])
     made: dict[str, Any] = dict(
         num_experts=sizes.num_experts,
         num_logical_experts=sizes.num_experts,
@@ -161,7 +164,7 @@ def stored_sizes(source: Checkpoint, prefix: str) -> StoredSizes:
     Raises:
         ValueError: no gate or no down projection, or shapes that do not go together.
     """
-    dialect = Dialect(prefix, _ANY_EXPERT, shared=False)
+    dialect = Dialect(prefix, MAX_EXPERTS, shared=False)
     experts = 0
     numbers: set[int] = set()
     shapes: dict[str, tuple[int, ...]] = {}

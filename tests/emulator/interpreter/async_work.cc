@@ -79,15 +79,13 @@ void ForEachChunk(const AsyncWork& work, F&& visit) {
   }
 }
 
-// What a load writes outside the tensor: zeros, or the NaN of the map's type.
+// What a load writes outside the tensor: zeros, or a NaN: an H200 repeats 0x7ff7 for BF16 and for
+// float32.
 void Fill(const TensorMap& map, uint8_t* bytes) {
   std::memset(bytes, 0, 16);
   if (!map.nan_fill) return;
-  const int size = map.ElementBits() / 8;
-  const uint64_t nan = map.type == TensorType::kFloat64 ? 0x7fffffffffffffff
-                       : size == 2                      ? 0x7fff
-                                                        : 0x7fffffff;
-  for (int i = 0; i < 16; i += size) std::memcpy(bytes + i, &nan, size);
+  constexpr uint16_t kNan = 0x7ff7;
+  for (int i = 0; i < 16; i += 2) std::memcpy(bytes + i, &kNan, sizeof kNan);
 }
 
 void LoadTensor(Machine& machine, const AsyncWork& work) {

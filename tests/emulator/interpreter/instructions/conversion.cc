@@ -89,6 +89,8 @@ uint64_t IntegerToInteger(const Instruction& inst, uint64_t source) {
 }
 
 uint64_t Convert(const Instruction& inst, uint64_t bits) {
+  // It would be extended to the register, whose width is not known here.
+  if (inst.type == Type::kS8) Fail("cvt to s8");
   if (IsFloat(inst.type)) {
     return IsFloat(inst.type2) ? FloatToFloat(inst, bits) : IntegerToFloat(inst, bits);
   }

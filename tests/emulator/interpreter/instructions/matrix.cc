@@ -134,6 +134,9 @@ void Multiply(Step& s) {
     ScaleFragment(s, sums + 4, 16, depth, a);
     ScaleFragment(s, sums + 7, 8, depth, b);
   }
+  const TensorCore core = s.inst.flags      ? TensorCore::kBlackwell
+                          : container == 16 ? TensorCore::kHopper16
+                                            : TensorCore::kWarpFp8;
   const bool integer = type_a == kMmaS8 || type_a == kMmaU8;
   uint64_t results[4][32];
   for (int i = 0; i < 4; ++i) {
@@ -145,8 +148,7 @@ void Multiply(Step& s) {
         for (int k = 0; k < depth; ++k) sum += static_cast<int64_t>(a[row][k] * b[column][k]);
         results[i][lane] = static_cast<uint32_t>(sum);
       } else {
-        results[i][lane] =
-            ToBits(AddDot(TensorCore::kWarp, ToFloat(old), a[row], b[column], depth));
+        results[i][lane] = ToBits(AddDot(core, ToFloat(old), a[row], b[column], depth));
       }
     }
   }

@@ -27,7 +27,7 @@ void Init(Step& s) {
 }
 
 // True where the phase of the wanted parity has ended. A warp whose lanes all wait for one object
-// is set aside until that phase ends.
+// by try_wait (mode2) is set aside until that phase ends; test_wait does not block.
 Outcome Test(Step& s) {
   const uint64_t* parities = s.Src(1);
   uint64_t* d = s.Dst();
@@ -51,7 +51,7 @@ Outcome Test(Step& s) {
   for (int lane = 0; lane < 32; ++lane) {
     if (s.warp.state[lane] == LaneState::kRun) running |= 1u << lane;
   }
-  if (running == s.lanes && same) {
+  if (s.inst.mode2 && running == s.lanes && same) {
     s.warp.parked = waited;
     s.warp.parked_parity = parity;
   }

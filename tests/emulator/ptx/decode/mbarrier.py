@@ -45,7 +45,7 @@ def _wait(s: Statement, kind: str, own: int) -> None:
     src = [base, s.src()]
     if s.operands:
         s.src()  # try_wait's time hint
-    s.emit("BarrierTest", dst=dst, src=src, immediate=offset)
+    s.emit("BarrierTest", dst=dst, src=src, immediate=offset, mode2=int(kind == "try_wait"))
 
 
 def _transactions(s: Statement, kind: str, own: int) -> None:
