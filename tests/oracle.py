@@ -215,7 +215,7 @@ def matrix(weight, scale, form: str, rows: list[int], global_scale=None) -> np.n
 
 
 def packed(stored: np.ndarray, form: str, rows: list[int], factor: np.floating) -> np.ndarray:
-    """Rows of a matrix in FlashInfer's layout as its kernel decodes them, float32 [len(rows), K]."""
+    """Rows of a matrix as FlashInfer's kernel decodes them, float32 [len(rows), K]."""
     if form == "mxfp4_block":
         down, across, _ = stored.shape
         # [N, K / 128] rows of a tile: 4 x 16 bytes of codes, 4 scales.

@@ -1,8 +1,6 @@
 """Plain expert matrices to `ExpertWeights` in kernel layout, and back."""
 
-from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,9 +76,7 @@ def quantize_experts(
     _check_parts(parts, (experts,), config.intermediate_size, config.hidden_size)
     slots = np.arange(config.num_experts) % experts
     layout = default_layout(config)
-    fields = counted(
-        "quantize_experts", _quantize(parts, form=config.weight_format, layout=layout)
-    )
+    fields = counted("quantize_experts", _quantize(parts, form=config.weight_format, layout=layout))
     if config.recipe.activations.has_global_scale:
         fields["w2_input_scale"] = _input_scales(w2_input_scale, experts)
     elif w2_input_scale is not None:

@@ -74,9 +74,7 @@ class PackedLayout:
         return self.decode(*self.unpack(stored))
 
 
-def _nvfp4_values(
-    codes: jax.Array, scales: jax.Array
-) -> BFloat16[jax.Array, "*e n k"]:
+def _nvfp4_values(codes: jax.Array, scales: jax.Array) -> BFloat16[jax.Array, "*e n k"]:
     """Products of codes and scales rounded to E4M3."""
     numbers = lax.bitcast_convert_type(scales, jnp.float8_e4m3fn)
     exact = quantization.dequantize_nvfp4(codes, numbers, jnp.float32(1))
@@ -124,11 +122,6 @@ PACKED_LAYOUTS: Mapping[str, PackedLayout] = MappingProxyType(
     }
 )
 """By the tag that parameters carry."""
-
-RECIPE_LAYOUTS: Mapping[str, str] = MappingProxyType(
-    {"mxfp4_block": FLASHINFER_MXFP4, "nvfp4_block": FLASHINFER_NVFP4}
-)
-"""The packed layout of recipes that have one."""
 
 
 def log_rounded(what: str, rounded: int) -> None:

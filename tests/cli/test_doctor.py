@@ -12,9 +12,10 @@ import jax
 import pytest
 from rich.console import Console
 
-from jax_megamoe import MoEConfig
+from jax_megamoe import MoEConfig, compile
 from jax_megamoe.cli import doctor
 from jax_megamoe.compile import MissingDependency, builder
+from jax_megamoe.launch import runnable
 from jax_megamoe.runtime import extension
 from jax_megamoe.runtime.devices import KNOWN_DEVICES
 
@@ -30,7 +31,9 @@ def found(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         if name not in names:
             raise MissingDependency(f"no {name}")
 
-    monkeypatch.setattr(doctor, "find_source", find)
+    monkeypatch.setattr(compile, "find_source", find)
+    monkeypatch.setattr(compile, "has_source", names.__contains__)
+    monkeypatch.setattr(runnable, "spec_of", lambda device, reserved_sms: device)
     monkeypatch.setattr(doctor, "device_spec", lambda device: device)
     monkeypatch.setattr(extension, "module", lambda: None)
     return names

@@ -117,9 +117,7 @@ def test_layouts_that_do_not_exist() -> None:
         mm.to_layout(cases.weights(cases.config("mxfp4")), "sgl_fp4")
 
 
-@pytest.mark.parametrize(
-    ("form", "biased"), [("mxfp4", False), ("mxfp4", True), ("nvfp4", False)]
-)
+@pytest.mark.parametrize(("form", "biased"), [("mxfp4", False), ("mxfp4", True), ("nvfp4", False)])
 def test_moved_into_one_array_and_back(form: str, biased: bool) -> None:
     """A layout of FlashInfer's holds what quantising for it gives, and goes back."""
     plain = cases.weights(cases.config(form), biased=biased)

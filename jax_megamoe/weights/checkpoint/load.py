@@ -31,10 +31,9 @@ from jax_megamoe.weights.checkpoint.header import StoredTensor
 from jax_megamoe.weights.checkpoint.projection import (
     Cache,
     Projection,
-    agreed_global_scale,
     bias,
+    gate_and_up,
     scalar,
-    stacked,
 )
 from jax_megamoe.weights.checkpoint.select import (
     read_gate_up_order,
@@ -344,15 +343,7 @@ class ExpertLoader:
         self._rounded.append(self._buffers.write_matrix(expert, part, matrix))
 
     def _convert_joint(self, expert: int, gate: Projection, up: Projection, cache: Cache) -> None:
-        form = self._form(expert)
-        sources = [gate.source(cache), up.source(cache)]
-        if gate.is_nvfp4 and up.is_nvfp4:
-            shared = agreed_global_scale(expert, *sources)
-            matrices = [requantize(each, form)._replace(global_scale=shared) for each in sources]
-        elif form.weight.has_global_scale:
-            matrices = [requantize(stacked(*sources), form)]
-        else:
-            matrices = [requantize(each, form) for each in sources]
+        matrices = gate_and_up(expert, (gate, up), self._form(expert), cache)
         if len(matrices) == 2 and self._packed(expert):
             matrices = [concatenated(*matrices)]
         parts = ("gate", "up") if len(matrices) == 2 else ("gate_up",)
