@@ -85,12 +85,13 @@ class Memory:
         num_bytes: int,
         groups: Sequence[Sequence[jax.Device]],
         *,
-        prepare: Callable[[], object] = lambda: None,
+        prepare: Callable[[], object] | None = None,
         **_: Any,
     ) -> None:
         """Names a buffer on each device; again with the same key, nothing."""
         if key not in self.allocated:
-            prepare()
+            if prepare is not None:
+                prepare()
         self.num_bytes = num_bytes
         ids = [[device.id for device in group] for group in groups]
         assert self.allocated.setdefault(key, ids) == ids, f"{key} on other devices"

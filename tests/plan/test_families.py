@@ -110,9 +110,8 @@ def test_an_implementation_without_a_family_of_the_recipe():
     assert refused == Refusal(want, is_missing=True)
 
 
-def named_in(path: Path) -> list[str]:
-    """Comparisons with the name of a source, an architecture or a weight format in a file."""
-    names = SOURCES | set(mm.WEIGHT_FORMATS)
+def named_in(path: Path, names: set[str]) -> list[str]:
+    """Comparisons with one of `names` in a file."""
     found: list[str] = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Compare):
@@ -131,23 +130,30 @@ def named_in(path: Path) -> list[str]:
     return found
 
 
-WRITES_FORMATS = PACKAGE / "cli" / "bench_load.py"
-ROOMS = ("plan", "launch", "cli", "nn", "compile", "runtime", "symmetric_memory", "op")
-FILES = [
-    path
-    for path in sorted(PACKAGE.rglob("*.py"))
-    if path.relative_to(PACKAGE).parts[:2] != ("plan", "families")
-    and path != WRITES_FORMATS
-    and (path.parent == PACKAGE or path.relative_to(PACKAGE).parts[0] in ROOMS)
-]
+def outside_families() -> list[Path]:
+    """Every file but those that know a family each."""
+    own = PACKAGE / "plan" / "families"
+    return [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent != own]
 
 
-def test_no_family_is_known_by_name_outside_its_module():
-    """Numerics and weights tell formats apart: how they are stored is what they are about."""
-    assert [name for path in FILES for name in named_in(path)] == []
+def test_no_source_or_architecture_is_known_by_name():
+    assert [name for path in outside_families() for name in named_in(path, SOURCES)] == []
+
+
+def test_no_format_is_known_by_name_where_kernels_are_planned_chosen_and_launched():
+    """Numerics, weights and loading tell formats apart: how they are stored is what those do."""
+    rooms = ("plan", "launch", "op", "compile", "runtime", "symmetric_memory")
+    files = [
+        path
+        for path in outside_families()
+        if path.parent == PACKAGE or path.relative_to(PACKAGE).parts[0] in rooms
+    ]
+    files += [PACKAGE / "cli" / name for name in ("doctor.py", "sources.py", "ahead.py", "main.py")]
+    assert len(files) > 40
+    assert [name for path in files for name in named_in(path, set(mm.WEIGHT_FORMATS))] == []
 
 
 def test_a_comparison_with_a_name_would_be_found(tmp_path):
     path = tmp_path / "one.py"
     path.write_text('if source == "sgl" or form in ("nvfp4", "x"):\n    pass\n')
-    assert named_in(path) == ["one.py:1 sgl", "one.py:1 nvfp4"]
+    assert named_in(path, {"sgl", "nvfp4"}) == ["one.py:1 sgl", "one.py:1 nvfp4"]
