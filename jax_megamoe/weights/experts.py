@@ -77,7 +77,8 @@ def quantize_experts(
     _check_parts(parts, (experts,), config.intermediate_size, config.hidden_size)
     slots = np.arange(config.num_experts) % experts
     layout = default_layout(config)
-    fields = counted("quantize_experts", _quantize(parts, form=config.weight_format, layout=layout))
+    quantised = _quantize(parts, form=config.weight_format, layout=layout)
+    fields: dict[str, Any] = counted("quantize_experts", quantised)
     if config.recipe.activations.has_global_scale:
         fields["w2_input_scale"] = _input_scales(w2_input_scale, experts)
     elif w2_input_scale is not None:

@@ -106,7 +106,7 @@ def _checkpoint_order(
         codes, scales = expert[name], layouts.w2_scale_from_kernel(expert[f"{name}_scale"])
     else:
         codes, scales = PACKED_LAYOUTS[layout].unpack(expert[name])
-        if PACKED_LAYOUTS[layout].weight_format == "mxfp4":
+        if outer is not None and PACKED_LAYOUTS[layout].weight_format == "mxfp4":
             exponents = lax.bitcast_convert_type(outer, jnp.int32) >> 23
             moved = scales.astype(jnp.int32) + exponents - 127
             scales, outer = jnp.clip(moved, 0, 254).astype(jnp.uint8), None
