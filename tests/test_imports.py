@@ -40,7 +40,7 @@ ROOMS = {
     ),
     "routing": ("_checks config mesh numerics weights", "router replicas rebalance stats"),
     "compile": (
-        "_checks plan",
+        "_checks _files plan",
         "errors cubin cache pins toolkit fetch sources names deadline codegen compiler builder",
     ),
     "runtime": ("_checks compile plan", "devices extension"),
