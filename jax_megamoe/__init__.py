@@ -21,7 +21,7 @@ from jax_megamoe.formats import ActivationFormat as ActivationFormat
 from jax_megamoe.formats import Recipe as Recipe
 from jax_megamoe.formats import WeightFormat as WeightFormat
 from jax_megamoe.launch.deep_gemm import allocate_buffers as allocate_buffers
-from jax_megamoe.launch.deep_gemm import check_supported as check_supported
+from jax_megamoe.launch.runnable import check_supported as check_supported
 from jax_megamoe.op.exporting import register as _register_pytrees
 from jax_megamoe.op.mega_moe import mega_moe as mega_moe
 from jax_megamoe.op.reference import einsum_moe as einsum_moe

@@ -17,7 +17,7 @@ from golden_launches import LAUNCHES, read
 from golden_replay import config_of
 
 import jax_megamoe as mm
-from jax_megamoe.plan import SOURCES, check_sizes
+from jax_megamoe.plan import check_sizes, families
 from jax_megamoe.runtime.devices import KNOWN_DEVICES
 
 ROOT = Path(__file__).parents[1]
@@ -123,7 +123,10 @@ def status(cell: Cell, source: str, records: Counter[tuple[Cell, str]]) -> str:
 def table() -> dict[Cell, dict[str, str]]:
     """The status of every cell with every source."""
     records = golden_records()
-    return {cell: {source: status(cell, source, records) for source in SOURCES} for cell in cells()}
+    return {
+        cell: {source: status(cell, source, records) for source in families.sources()}
+        for cell in cells()
+    }
 
 
 def page(statuses: dict[Cell, dict[str, str]]) -> str:
@@ -142,12 +145,12 @@ def page(statuses: dict[Cell, dict[str, str]]) -> str:
         "- *refused*: what `check_supported` says, for "
         f"`{json.dumps(SIZES)}` on {NUM_RANKS} ranks of B200 (fp8_block: H200).",
         "",
-        f"| format | activation | shared expert | {' | '.join(SOURCES)} |",
-        "|---" * (3 + len(SOURCES)) + "|",
+        f"| format | activation | shared expert | {' | '.join(families.sources())} |",
+        "|---" * (3 + len(families.sources())) + "|",
     ]
     for cell, by_source in statuses.items():
         shared = cell.shared or "none"
-        said = " | ".join(by_source[source] for source in SOURCES)
+        said = " | ".join(by_source[source] for source in families.sources())
         lines.append(f"| {cell.form} | {cell.activation} | {shared} | {said} |")
     return "\n".join([*lines, ""])
 
@@ -164,7 +167,7 @@ def summary(statuses: dict[Cell, dict[str, str]]) -> str:
         if form.name == "fp8_block":
             columns = [_summary(own, "sgl"), "no kernel", "no kernel"]
         else:
-            columns = ["no kernel", *(_summary(own, source) for source in SOURCES)]
+            columns = ["no kernel", *(_summary(own, source) for source in families.sources())]
         weights = STORED[form.weight.storage] + SCALED[form.weight.scale]
         lines.append(
             f"| `{form.name}` | {weights} | tested on CPU, run on H200 | {' | '.join(columns)} |"

@@ -20,8 +20,8 @@ from jax_megamoe.launch import deep_gemm, launcher
 from jax_megamoe.plan import check_sizes
 from jax_megamoe.plan.kernel import KernelSpec
 from jax_megamoe.plan.launch import KernelLaunch
-from jax_megamoe.plan.recording import RECORDED_NAMES, device_of
 from jax_megamoe.weights.params import default_layout, parameter_shapes, with_max_input_scale
+from tests.plan.golden_plans import RECORDED_NAMES, device_of
 
 MAX_TOKEN_BYTES = 20 << 20
 NUM_DEVICES = 8

@@ -222,7 +222,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         r"shared_format of fp8_block: expected one of \[\], got 'mxfp8'",
     ),
-    ({"kernel_source": "trt"}, ValueError, r"kernel_source: expected one of \['sgl', 'vllm'\]"),
+    ({"kernel_source": 1}, TypeError, "kernel_source: expected the name of a source, or None, got"),
     ({"fast_math": 1}, TypeError, r"fast_math: expected a bool, got 1"),
 ]
 

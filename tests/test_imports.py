@@ -20,8 +20,18 @@ ROOMS = {
     "formats": ("_checks", ""),
     "config": ("_checks formats", ""),
     "numerics": ("_checks config formats", "elements quantization expert tokens"),
+    "plan": (
+        "_checks config formats",
+        "refusal device kernel operand arithmetic problem tensor_map sm100_traits heuristics "
+        "sm90_heuristics symmetric_buffer limits launch sgl_staging staging kernel_family "
+        "expert_maps sm100 sm100_family families.sgl_sm100 families.sgl_sm100_mx "
+        "families.sgl_sm100_nvfp4 families.sgl_sm100_bf16 families.sgl_sm90_fp8_block "
+        "families.vllm_sm100 families.vllm_sm100_mx families.vllm_sm100_nvfp4 "
+        "families.vllm_sm100_bf16 families.flashinfer_heuristics families.flashinfer_buffer "
+        "families.flashinfer_limits families.flashinfer_launch families choice planner",
+    ),
     "weights": (
-        "_checks _files config formats mesh numerics",
+        "_checks _files config formats mesh numerics plan",
         "checkpoint.families checkpoint.fields checkpoint.patterns checkpoint.dialects "
         "checkpoint.header checkpoint.tensors layout flashinfer_layout flashinfer_factors params "
         "requantize checkpoint.buffers checkpoint.projection checkpoint.select experts move "
@@ -29,29 +39,22 @@ ROOMS = {
         "checkpoint.convert checkpoint",
     ),
     "routing": ("_checks config mesh numerics weights", "router replicas rebalance stats"),
-    "plan": (
-        "_checks config formats",
-        "device kernel operand arithmetic problem tensor_map family heuristics sm90_heuristics "
-        "symmetric_buffer limits launch families.flashinfer_heuristics families.flashinfer_buffer "
-        "families.flashinfer_limits families.flashinfer_launch families expert_maps sgl_staging "
-        "sm100 sgl_sm90 staging sgl_sm100 vllm_sm100 vllm_nvfp4 planner recording",
-    ),
     "compile": (
         "_checks plan",
-        "errors cubin cache pins toolkit fetch sources names codegen compiler builder",
+        "errors cubin cache pins toolkit fetch sources names deadline codegen compiler builder",
     ),
     "runtime": ("_checks compile plan", "devices extension"),
     "symmetric_memory": ("_checks compile mesh runtime", "processes cuda peer"),
     "launch": (
         "_checks compile config mesh numerics plan routing runtime symmetric_memory weights",
-        "launcher facts deep_gemm",
+        "launcher facts factors runnable deep_gemm",
     ),
     "op": (
-        "_checks compile config formats launch mesh numerics routing symmetric_memory weights",
+        "_checks config formats launch mesh numerics plan routing symmetric_memory weights",
         "staged_tokens reference xla exporting transforms mega_moe",
     ),
     "nn": (
-        "_checks config formats launch mesh numerics op routing weights",
+        "_checks config formats launch mesh numerics op plan routing weights",
         "replicated hf_config storage shared_expert router_layer layer block",
     ),
     "cli": (

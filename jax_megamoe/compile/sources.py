@@ -92,6 +92,19 @@ def find_source(name: str) -> KernelSource:
     return KernelSource(name, version, include_dir, digest, cutlass)
 
 
+def has_source(name: str) -> bool:
+    """Whether `find_source` finds it.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    try:
+        find_source(name)
+    except MissingDependency:
+        return False
+    return True
+
+
 def _found(name: str, where: Distribution) -> tuple[str, Path]:
     """Version and include folder: the installed distribution's if it has headers, else fetched."""
     spec = importlib.util.find_spec(where.module)

@@ -32,6 +32,7 @@ from jax_megamoe.numerics.elements import (
     pack_words,
     power_of_two_above,
     power_of_two_factors,
+    scale_factors,
     split_blocks,
     times_power_of_two,
     to_e4m3,
@@ -335,7 +336,9 @@ def dequantize_fp8_block(values: ArrayLike, scales: ArrayLike) -> jax.Array:
     """
     _checks.dtype("values", values, ["float8_e4m3fn"])
     _checks.dtype("scales", scales, ["float32"])
-    return from_e4m3(values) * expand_scales("scales", jnp.asarray(scales), jnp.shape(values))
+    factors = scale_factors(jnp.asarray(scales))
+    first, second = (expand_scales("scales", each, jnp.shape(values)) for each in factors)
+    return from_e4m3(values) * first * second
 
 
 dequantize_tokens_fp8_block = dequantize_fp8_block

@@ -107,10 +107,11 @@ def _differentiable(tokens: Tokens, parameters: Parameters, call: Call) -> Resul
 def _differentiable_fwd(
     tokens: Tokens, parameters: Parameters, call: Call
 ) -> tuple[Result, tuple[Tokens, Parameters]]:
-    if call.implementation == "deep_gemm":
-        expected = "xla or reference where gradients are taken: deep_gemm has none"
+    if call.route is not None:
+        name = call.implementation
+        expected = f"xla or reference where gradients are taken: {name} has none"
         hint = "pass implementation='xla'"
-        raise NotImplementedError(_checks.message("implementation", expected, "deep_gemm", hint))
+        raise NotImplementedError(_checks.message("implementation", expected, name, hint))
     return _differentiable(tokens, parameters, call), (tokens, parameters)
 
 

@@ -2,8 +2,8 @@
 
 import jax
 
-from jax_megamoe import _checks
 from jax_megamoe.plan.device import DeviceSpec
+from jax_megamoe.plan.refusal import Refusal, missing, unfit
 
 KNOWN_DEVICES = {
     "h100": DeviceSpec(90, 132),
@@ -30,14 +30,19 @@ def device_spec(device: jax.Device, reserved_sms: int = 0) -> DeviceSpec:
         NotImplementedError: not a CUDA device.
         ValueError: reserved_sms leaves none.
     """
+    spec = spec_of(device, reserved_sms)
+    if isinstance(spec, Refusal):
+        raise spec.error()
+    return spec
+
+
+def spec_of(device: jax.Device, reserved_sms: int = 0) -> DeviceSpec | Refusal:
+    """`device_spec`, or why there is none as a value."""
     capability = getattr(device, "compute_capability", None)
     num_sms = getattr(device, "core_count", None)
     if device.platform != "gpu" or capability is None or num_sms is None:
-        expected = "a CUDA device for implementation deep_gemm"
-        raise NotImplementedError(_checks.message("device", expected, device.device_kind))
+        return missing("device", "a CUDA device for implementation deep_gemm", device.device_kind)
     if reserved_sms >= num_sms:
-        raise ValueError(
-            _checks.message("reserved_sms", f"fewer than the device's {num_sms} SMs", reserved_sms)
-        )
+        return unfit("reserved_sms", f"fewer than the device's {num_sms} SMs", reserved_sms)
     arch = round(10 * float(capability))
     return DeviceSpec(arch, num_sms - reserved_sms, reserved_sms=reserved_sms)

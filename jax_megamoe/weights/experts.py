@@ -15,6 +15,7 @@ from jax_megamoe import _checks
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.formats import WEIGHT_FORMATS, WeightFormat
 from jax_megamoe.numerics import quantization
+from jax_megamoe.numerics.elements import scale_factors
 from jax_megamoe.weights import layout as layouts
 from jax_megamoe.weights.params import (
     INTERLEAVE_8,
@@ -247,9 +248,11 @@ def stored_matrix(
     if scale is None:
         return weight
     if form.weight.scale == "float32":
-        rows = jnp.repeat(jnp.repeat(scale, 128, axis=-2), 128, axis=-1)
-        rows = layouts.w13_to_kernel(rows, layout) if w13 else rows
-        return weight.astype(jnp.float32) * rows
+        values = weight.astype(jnp.float32)
+        for factor in scale_factors(scale):
+            rows = jnp.repeat(jnp.repeat(factor, 128, axis=-2), 128, axis=-1)
+            values = values * (layouts.w13_to_kernel(rows, layout) if w13 else rows)
+        return values
     scales = layouts.w2_scale_from_kernel(scale)
     if form.weight.scale == "e4m3":
         scales = lax.bitcast_convert_type(scales, jnp.float8_e4m3fn)

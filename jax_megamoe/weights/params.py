@@ -1,7 +1,6 @@
 """The parameters of a layer in kernel layout: `ExpertWeights`, its shapes and its checks."""
 
 from dataclasses import dataclass, fields, replace
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -10,18 +9,9 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_megamoe import _checks
-from jax_megamoe.config import SGL_SWIGLU, MoEConfig
-from jax_megamoe.formats import (
-    INTERLEAVE_8,
-    SGL_FP4,
-    WEIGHT_FORMATS,
-    Recipe,
-    Rounding,
-    WeightSpec,
-)
-
-NVFP4_LAYOUTS = MappingProxyType({"sgl": SGL_FP4, "vllm": INTERLEAVE_8})
-"""The row order that a kernel source's NVFP4 kernel reads."""
+from jax_megamoe.config import MoEConfig
+from jax_megamoe.formats import INTERLEAVE_8, WEIGHT_FORMATS, Recipe, WeightSpec
+from jax_megamoe.plan import families
 
 _META_FIELDS = ("format", "layout", "max_input_scale")
 
@@ -139,21 +129,13 @@ def with_max_input_scale(weights: ExpertWeights) -> ExpertWeights:
 
 
 def default_layout(config: MoEConfig) -> str:
-    """The w13 row order that the config's kernels read.
+    """The w13 row order that the config's kernels read; the preferred kernel's where they differ.
 
-    NVFP4's differs by kernel source: sgl's unless another is named, or a fused shared expert or an
-    activation is asked for that only vllm's kernel has.
+    NVFP4's do: sgl's unless another is named, or a fused shared expert or an activation is asked
+    for that only vllm's has.
     """
-    if config.weight_format.name != "nvfp4":
-        return INTERLEAVE_8
-    parameters = config.activation.alpha, config.activation.beta
-    on_sgl = not config.num_shared_experts and parameters in SGL_SWIGLU
-    source = config.kernel_source or ("sgl" if on_sgl else "vllm")
-    return NVFP4_LAYOUTS[source]
-
-
-_ROUNDINGS = MappingProxyType({SGL_FP4: Rounding(floors_scales=False)})
-"""Of kernels that round otherwise than their recipe says, by the row order that they read."""
+    family = families.default_family(config)
+    return INTERLEAVE_8 if family is None else family.w13_layout
 
 
 def recipe_for(config: MoEConfig, weights: ExpertWeights) -> Recipe:
@@ -164,7 +146,11 @@ def recipe_for(config: MoEConfig, weights: ExpertWeights) -> Recipe:
     where the other runs, outputs are 6 to 11 % off.
     """
     recipe = config.recipe
-    return replace(recipe, rounding=_ROUNDINGS.get(weights.layout, recipe.rounding))
+    readers = (f for f in families.of_recipe(recipe) if f.w13_layout == weights.layout)
+    family = next(readers, None)
+    if family is None or family.rounding is None:
+        return recipe
+    return replace(recipe, rounding=family.rounding)
 
 
 def parameter_shapes(
@@ -233,7 +219,7 @@ def check_weights(
                 "quantise or load the weights with the same config",
             )
         )
-    layouts = (INTERLEAVE_8, SGL_FP4) if weights.format == "nvfp4" else (INTERLEAVE_8,)
+    layouts = families.layouts(config.recipe) or (INTERLEAVE_8,)
     _checks.one_of("weights.layout", weights.layout, layouts)
     expected_shapes = parameter_shapes(config, num_experts)
     arrays = weights.arrays()

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_megamoe as mm
 from jax_megamoe.launch import deep_gemm
+from jax_megamoe.launch.factors import FACTORS
 from jax_megamoe.plan.launch import KernelLaunch
 from jax_megamoe.runtime import extension
 
@@ -282,7 +283,7 @@ def test_sgl_takes_nvfp4_factors_as_pairs_and_one_input_scale(emulation: Emulati
     weights = cases.weights(cfg)
     largest = float(weights.w2_input_scale.max())
     factors = jax.shard_map(
-        partial(deep_gemm._factors, source="sgl", axis="ep"),
+        lambda one: FACTORS["folded"](one, "ep"),
         mesh=cases.ep_mesh(4),
         in_specs=(weights.partition_specs("ep"),),
         out_specs=P("ep"),
@@ -326,7 +327,7 @@ def test_vllms_nvfp4_output_is_nan_when_the_scale_is_not_the_arrays(emulation: E
     for scale, same in ((largest, True), (2 * largest, False), (largest / 2, False)):
         stale = dataclasses.replace(weights, max_input_scale=scale)
         factors = jax.shard_map(
-            partial(deep_gemm._factors, source="vllm", axis="ep"),
+            lambda one: FACTORS["input_scale_by_value"](one, "ep"),
             mesh=cases.ep_mesh(4),
             in_specs=(stale.partition_specs("ep"),),
             out_specs=P("ep"),

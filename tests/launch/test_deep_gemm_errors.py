@@ -118,6 +118,7 @@ def test_vllms_nvfp4_weights_made_under_jit(emulation: Emulation) -> None:
 
 def test_without_the_kernel_source(emulation: Emulation, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile, "find_source", sources.find_source)
+    monkeypatch.setattr(compile, "has_source", sources.has_source)
     monkeypatch.delenv("JAX_MEGAMOE_SGL_ROOT", raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     text = (

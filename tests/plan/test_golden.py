@@ -7,17 +7,18 @@ import re
 import golden_records
 import pytest
 
-from jax_megamoe.plan import heuristics, record
-from jax_megamoe.plan.recording import (
+from jax_megamoe.plan import heuristics
+from jax_megamoe.plan.sm100 import locality_table
+from tests.plan.golden_launches import HOSTS, LAUNCHES, first_difference, read
+from tests.plan.golden_plans import (
     Record,
     buffer_record,
     device_of,
-    family_of,
     problem_of,
+    record,
+    traits_of,
     unchecked_record,
 )
-from jax_megamoe.plan.sm100 import locality_table
-from tests.plan.golden_launches import HOSTS, LAUNCHES, first_difference, read
 
 # Our own name for DeepGEMM's reason -> the exception and the text of it.
 REJECTIONS = {
@@ -184,14 +185,14 @@ def test_recorded_host_queries(file: str) -> None:
 
 def tile_runs(inputs: Record) -> list[list[int]]:
     """[first T, block_m] wherever the tile height changes, asking for every T."""
-    family, device = family_of(inputs), device_of(inputs)
+    traits, device = traits_of(inputs), device_of(inputs)
     problem = copy.copy(problem_of(inputs))
-    assert family is not None
+    assert traits is not None
     runs: list[list[int]] = []
     for num_tokens in range(min(inputs["block_m_runs_to"], inputs["aligned"]) + 1):
         # A frozen Problem made anew for each of three million T would take most of the time.
         object.__setattr__(problem, "num_tokens", num_tokens)
-        height = heuristics.block_m(family, problem, device)
+        height = heuristics.block_m(traits, problem, device)
         if not runs or runs[-1][1] != height:
             runs.append([num_tokens, height])
     return runs

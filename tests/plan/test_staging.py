@@ -160,7 +160,7 @@ def test_sgl_stages_what_it_can(form):
     ],
 )
 def test_a_staging_kernel_that_does_not_do_it_is_refused(form, options):
-    text = f"staging_by: expected jax_megamoe for this call of {form}, got source; sgl's kernels"
+    text = f"staging_by: expected jax_megamoe for this call of {form}, got source; a source's own"
     with pytest.raises(ValueError, match=text):
         planned(form, staging_by="source", **options)
 

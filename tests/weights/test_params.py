@@ -116,7 +116,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"layout": "halves"},
         ValueError,
-        r"weights.layout: expected one of \['interleave8', 'sgl_fp4'\], got 'halves'",
+        r"weights.layout: expected one of \['sgl_fp4', 'interleave8'\], got 'halves'",
     ),
     ({"w2_weight": None}, ValueError, r"weights.w2_weight: expected an array, got None"),
     ({"w13_weight": None}, ValueError, r"weights.w13_weight: expected an array, got None"),

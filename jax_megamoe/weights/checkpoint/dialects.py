@@ -49,6 +49,7 @@ _KINDS: MappingProxyType[str, tuple[Kind, bool]] = MappingProxyType(
         "scales": ("scale", False),
         "weight_scale": ("scale", False),
         "weight_scale_inv": ("scale", False),
+        "scale_inv": ("scale", False),
         "weight_scale_2": ("global_scale", False),
         "weight_global_scale": ("global_scale", True),
         "input_scale": ("input_scale", False),
