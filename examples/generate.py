@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -155,7 +156,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x: jax.Array, positions: jax.Array, window: jax.Array, cache: Cache
     ) -> tuple[jax.Array, Cache]:
-        """x [B, T, H] at positions [B, T] of one layer's cache, which comes back with them in it."""
+        """x [B, T, H] at positions [B, T]; the layer's cache comes back with them in it."""
         config = self.config
         q = self._heads("q_proj", x, config.num_heads)
         k = self._heads("k_proj", x, config.num_kv_heads)
@@ -173,14 +174,12 @@ class Attention(nnx.Module):
         distance = positions[:, :, None] - jnp.arange(keys.shape[1])
         seen = (distance >= 0) & (distance < window)
         scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
-        largest = scores.max(-1, keepdims=True)
+        sink = jnp.float32(-jnp.inf)
         if self.sinks is not None:
             sink = self.sinks[...].reshape(config.num_kv_heads, -1, 1, 1).astype(jnp.float32)
-            largest = jnp.maximum(largest, sink)
+        largest = jnp.maximum(scores.max(-1, keepdims=True), sink)
         weights = jnp.exp(scores - largest)
-        total = weights.sum(-1, keepdims=True)
-        if self.sinks is not None:
-            total += jnp.exp(sink - largest)
+        total = weights.sum(-1, keepdims=True) + jnp.exp(sink - largest)
         mixed = jnp.einsum("bkgts,bskd->btkgd", (weights / total).astype(v.dtype), values)
         return self._project("o_proj", mixed.reshape(*x.shape[:2], -1)), Cache(keys, values)
 
@@ -345,7 +344,8 @@ def generate(
         rows = NamedSharding(mesh, P("ep"))
         tokens, lengths = (jax.device_put(array, rows) for array in (tokens, lengths))
         cache = jax.device_put(cache, NamedSharding(mesh, P(None, "ep")))
-    logits, cache = prefill(model, jnp.asarray(tokens), jnp.asarray(lengths), cache)
+    tokens, lengths = jnp.asarray(tokens), jnp.asarray(lengths)
+    logits, cache = prefill(model, tokens, lengths, cache)
     chosen = []
     for step in range(new_tokens):
         chosen.append(jnp.argmax(logits, axis=-1).astype(jnp.int32))
@@ -407,7 +407,7 @@ def tiny() -> None:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="A decoder: token ids in, token ids out.")
     parser.add_argument("folder", type=Path, nargs="?", help="a model as Hugging Face saves it")
     parser.add_argument("--ids", help="the prompt as token ids, with commas between them")
     parser.add_argument("--text", help="the prompt as text, which needs transformers")
@@ -420,9 +420,8 @@ def main() -> None:
         return
     tokenizer = None
     if arguments.text is not None:
-        from transformers import AutoTokenizer  # noqa: PLC0415 (only text needs it)
-
-        tokenizer = AutoTokenizer.from_pretrained(arguments.folder)
+        transformers = import_module("transformers")  # only text needs it
+        tokenizer = transformers.AutoTokenizer.from_pretrained(arguments.folder)
         ids = tokenizer(arguments.text)["input_ids"]
     elif arguments.ids:
         ids = [int(each) for each in arguments.ids.split(",")]

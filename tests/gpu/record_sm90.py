@@ -1,4 +1,4 @@
-"""Records what an H200 makes of the SM90 mega kernel on small layers (tests/emulator/sm90_calls.py).
+"""Records the SM90 mega kernel's outputs on an H200, of tests/emulator/sm90_calls.py.
 
     PYTHONPATH=.:tests:tests/gpu:benchmarks/gpu python tests/gpu/record_sm90.py [FOLDER]
 
