@@ -42,8 +42,8 @@ ROOMS = {
     ),
     "routing": ("_checks config mesh numerics weights", "router replicas rebalance stats"),
     "compile": (
-        "_checks plan",
-        "errors cubin cache pins toolkit fetch sources names codegen compiler builder",
+        "_checks _files plan",
+        "errors cubin cache pins toolkit fetch sources names deadline codegen compiler builder",
     ),
     "runtime": ("_checks compile plan", "devices extension"),
     "symmetric_memory": ("_checks compile mesh runtime", "processes cuda peer"),
