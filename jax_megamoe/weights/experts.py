@@ -1,6 +1,7 @@
 """Plain expert matrices to `ExpertWeights` in kernel layout, and back."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
