@@ -1,5 +1,6 @@
 """KernelSpec -> the translation unit that instantiates it."""
 
+from jax_megamoe.compile.deadline import faster_clock
 from jax_megamoe.compile.sources import KernelSource
 from jax_megamoe.plan.kernel import KernelSpec
 
@@ -15,8 +16,9 @@ _STRUCTS = {
 }
 
 
-def generate(spec: KernelSpec, source: KernelSource) -> str:
-    """C++ text whose compilation holds exactly one kernel: `spec`'s.
+def generate(spec: KernelSpec, source: KernelSource, clock_rate: int = 1) -> str:
+    """C++ text whose compilation holds exactly one kernel: `spec`'s, whose waits for other ranks
+    end `clock_rate` times earlier than the header says.
 
     The kernel is instantiated by taking its address, since its ``__grid_constant__`` parameters
     cannot be spelled in an explicit instantiation. Its symbol is mangled and, for most kernels,
@@ -36,7 +38,7 @@ def generate(spec: KernelSpec, source: KernelSource) -> str:
     )
     assertions = "\n".join(f'static_assert({check},\n    "{complaint}");' for check in checks)
     return f"""\
-{spec.prelude}#include <{spec.header}>
+{spec.prelude}{faster_clock(clock_rate)}#include <{spec.header}>
 #include <cuda/std/type_traits>
 
 using namespace {source.namespace};
