@@ -28,21 +28,22 @@ ROOMS = {
         "families.sgl_sm100_nvfp4 families.sgl_sm100_bf16 families.sgl_sm90_fp8_block "
         "families.vllm_sm100 families.vllm_sm100_mx families.vllm_sm100_nvfp4 "
         "families.vllm_sm100_bf16 families.flashinfer_heuristics families.flashinfer_buffer "
-        "families.flashinfer_limits families.flashinfer_launch families choice grouped.product "
-        "grouped.humming_memory grouped.humming_instruction grouped.humming_unit grouped.humming "
-        "grouped.tiles grouped.layer grouped planner",
+        "families.flashinfer_limits families.flashinfer_launch families.flashinfer_sm90 "
+        "families.flashinfer_sm90_mxfp4_block families.flashinfer_sm90_nvfp4_block families "
+        "choice grouped.product grouped.humming_memory grouped.humming_instruction "
+        "grouped.humming_unit grouped.humming grouped.tiles grouped.layer grouped planner",
     ),
     "weights": (
         "_checks _files config formats mesh numerics plan",
         "checkpoint.families checkpoint.fields checkpoint.patterns checkpoint.dialects "
-        "checkpoint.header checkpoint.tensors layout flashinfer_layout flashinfer_factors grouped "
-        "params regroup requantize checkpoint.buffers checkpoint.projection checkpoint.select "
-        "experts move checkpoint.converted checkpoint.gather checkpoint.load "
+        "checkpoint.header checkpoint.tensors layout flashinfer_layout flashinfer_factors packed "
+        "grouped params regroup requantize checkpoint.buffers checkpoint.projection checkpoint.select experts "
+        "relayout move checkpoint.converted checkpoint.gather checkpoint.load "
         "checkpoint.block_tensors checkpoint.convert checkpoint",
     ),
     "routing": ("_checks config mesh numerics weights", "router replicas rebalance stats"),
     "compile": (
-        "_checks plan",
+        "_checks _files plan",
         "errors cubin cache pins toolkit fetch sources names deadline codegen compiler builder",
     ),
     "runtime": ("_checks compile plan", "devices extension"),

@@ -158,7 +158,7 @@ CASES = [
 ]
 
 
-class _Values:
+class Values:
     """Values of roughly normal distribution, the same with every NumPy."""
 
     def __init__(self, seed: str) -> None:
@@ -178,14 +178,14 @@ class _Values:
 
 def inputs(case: Case) -> tuple[np.ndarray, np.ndarray]:
     """bfloat16 x [T, H] and int64 token ids [T]."""
-    values = _Values(f"{case.name} inputs")
+    values = Values(f"{case.name} inputs")
     x = values.normal(TOKENS, case.hf_config["hidden_size"])
     return x, values.integers(case.hf_config.get("vocab_size", 64), TOKENS)
 
 
 def checkpoint(case: Case) -> dict[str, np.ndarray]:
     """The layer's tensors under the names of the family's checkpoints."""
-    values, config = _Values(f"{case.name} weights"), case.hf_config
+    values, config = Values(f"{case.name} weights"), case.hf_config
     hidden, experts = config["hidden_size"], _num_experts(config)
     inter = config.get("moe_intermediate_size", config.get("intermediate_size"))
     tensors = {_router_name(config): values.normal(experts, hidden, std=hidden**-0.5)}
@@ -226,7 +226,7 @@ def _router_name(config: dict[str, Any]) -> str:
     return "router.weight" if config["model_type"] == "gpt_oss" else "gate.weight"
 
 
-def _mlp(values: _Values, case: Case, name: str, inter: int) -> dict[str, np.ndarray]:
+def _mlp(values: Values, case: Case, name: str, inter: int) -> dict[str, np.ndarray]:
     hidden = case.hf_config["hidden_size"]
     is_v4 = case.hf_config["model_type"] == "deepseek_v4"
     gate, up, down = ("w1", "w3", "w2") if is_v4 else ("gate_proj", "up_proj", "down_proj")
@@ -238,7 +238,7 @@ def _mlp(values: _Values, case: Case, name: str, inter: int) -> dict[str, np.nda
 
 
 def _gpt_oss(
-    values: _Values, experts: int, hidden: int, inter: int, gain: float
+    values: Values, experts: int, hidden: int, inter: int, gain: float
 ) -> dict[str, np.ndarray]:
     """Transposed stacks, gate and up columns in turns."""
     return {
