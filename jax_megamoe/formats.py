@@ -195,8 +195,6 @@ _RECIPES = (
     Recipe("fp8_block", FP8_BLOCK, _FP8_ACTIVATIONS, rounding=Rounding(rounds_gate_up=False)),
     Recipe("mxfp4_block", MXFP4, _FP8_ACTIVATIONS, rounding=_FLASHINFER),
     Recipe("nvfp4_block", NVFP4, _FP8_ACTIVATIONS, rounding=_FLASHINFER),
-    Recipe("mxfp4_bf16", MXFP4, _BF16_ACTIVATIONS, ("swiglu", "situ")),
-    Recipe("mxfp8_bf16", MXFP8, _BF16_ACTIVATIONS, ("swiglu", "situ")),
 )
 
 RECIPES: Mapping[str, Recipe] = MappingProxyType({recipe.name: recipe for recipe in _RECIPES})

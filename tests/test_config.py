@@ -193,7 +193,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
         {"weight_format": "fp16"},
         ValueError,
         r"weight_format: expected one of \['mxfp4', 'mxfp8', 'nvfp4', 'bf16', 'fp8_block', "
-        r"'mxfp4_block', 'nvfp4_block', 'mxfp4_bf16', 'mxfp8_bf16'\], got 'fp16'",
+        r"'mxfp4_block', 'nvfp4_block'\], got 'fp16'",
     ),
     ({"activation": 3}, TypeError, r"activation: expected an Activation or its name, got 3"),
     ({"activation": "relu"}, ValueError, r"activation: expected one of .*, got 'relu'"),
@@ -275,7 +275,7 @@ def test_a_config_is_replaced_with_any_recipe(name: str) -> None:
         (
             dict(weight_format="mxfp8", activation_format="nvfp4"),
             ValueError,
-            r"activation_format of mxfp8 weights: expected one of \['mxfp8', 'bf16'\], got nvfp4",
+            r"activation_format of mxfp8 weights: expected one of \['mxfp8'\], got nvfp4",
         ),
         (
             dict(activation_format="int8"),

@@ -20,8 +20,6 @@ RECIPES = {
     "nvfp4": ("nvfp4", "nvfp4", ("mxfp8", "bf16"), ("swiglu",), True, True),
     "bf16": ("bf16", "bf16", ("bf16",), ("swiglu",), False, True),
     "fp8_block": ("fp8_block", "fp8_block", (), ("swiglu",), False, False),
-    "mxfp4_bf16": ("mxfp4", "bf16", (), ("swiglu", "situ"), False, True),
-    "mxfp8_bf16": ("mxfp8", "bf16", (), ("swiglu", "situ"), False, True),
 }
 
 
@@ -68,7 +66,7 @@ def test_every_weight_format_has_a_default_recipe_and_every_pair_one_recipe() ->
 
 
 def test_a_pair_without_a_recipe_is_refused() -> None:
-    text = r"^activation_format of mxfp8 weights: expected one of \['mxfp8', 'bf16'\], got nvfp4$"
+    text = r"^activation_format of mxfp8 weights: expected one of \['mxfp8'\], got nvfp4$"
     with pytest.raises(ValueError, match=text):
         formats.recipe_of(mm.MXFP8, mm.ACTIVATION_FORMATS["nvfp4"])
 

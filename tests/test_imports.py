@@ -37,9 +37,9 @@ ROOMS = {
         "_checks _files config formats mesh numerics plan",
         "checkpoint.families checkpoint.fields checkpoint.patterns checkpoint.dialects "
         "checkpoint.header checkpoint.tensors layout flashinfer_layout flashinfer_factors packed "
-        "grouped params regroup requantize checkpoint.buffers checkpoint.projection checkpoint.select experts "
-        "relayout move checkpoint.converted checkpoint.gather checkpoint.load "
-        "checkpoint.block_tensors checkpoint.convert checkpoint",
+        "grouped params regroup requantize checkpoint.buffers checkpoint.projection "
+        "checkpoint.select experts relayout move checkpoint.converted checkpoint.gather "
+        "checkpoint.load checkpoint.block_tensors checkpoint.convert checkpoint",
     ),
     "routing": ("_checks config mesh numerics weights", "router replicas rebalance stats"),
     "compile": (
