@@ -3,8 +3,10 @@
 import ast
 import itertools
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -59,7 +61,7 @@ ROOMS = {
     ),
     "nn": (
         "_checks config formats launch mesh numerics op plan routing weights",
-        "replicated hf_config storage shared_expert router_layer layer block",
+        "replicated hf_config storage weighed_input shared_expert router_layer layer block",
     ),
     "cli": (
         "_checks _files compile config formats launch nn op plan runtime weights",
@@ -285,3 +287,18 @@ def test_a_device_query_would_be_noticed(tmp_path: Path) -> None:
     code = "import jax; jax.devices()"
     with pytest.raises(AssertionError, match="no_such_platform"):
         fresh_python(code, tmp_path, JAX_PLATFORMS="no_such_platform")
+
+
+def test_helper_modules_of_tests_have_one_import_path() -> None:
+    """By name alone (`pythonpath` in pyproject.toml), so each is loaded once and has one state."""
+    tests = Path(__file__).parent
+    texts = {path: path.read_text() for path in tests.rglob("*.py")}
+    dotted = [
+        str(path) for path, text in texts.items() if re.search(r"^\s*from tests\b", text, re.M)
+    ]
+    assert not dotted
+    settings = tomllib.loads((tests.parent / "pyproject.toml").read_text())
+    folders = settings["tool"]["pytest"]["ini_options"]["pythonpath"]
+    names = [path.stem for folder in folders for path in (tests.parent / folder).glob("*.py")]
+    names = [name for name in names if name != "conftest" and not name.startswith("test_")]
+    assert len(names) == len(set(names)), [name for name in names if names.count(name) > 1]

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
+import recorded_families
+
 from jax_megamoe._checks import message
 from jax_megamoe.plan import heuristics, limits, sm90_heuristics
 from jax_megamoe.plan.arithmetic import float32
@@ -40,7 +42,6 @@ from jax_megamoe.plan.sm100_family import Sm100Family
 from jax_megamoe.plan.sm100_traits import Sm100Traits
 from jax_megamoe.plan.staging import MAX_STAGED_HIDDEN
 from jax_megamoe.plan.symmetric_buffer import BufferLayout, sm90_layout, sm100_layout
-from tests.plan import recorded_families
 
 Record = dict[str, Any]
 
