@@ -32,14 +32,14 @@ ROOMS = {
         "families.vllm_sm100_bf16 families.flashinfer_heuristics families.flashinfer_buffer "
         "families.flashinfer_limits families.flashinfer_launch families.flashinfer_sm90 "
         "families.flashinfer_sm90_mxfp4_block families.flashinfer_sm90_nvfp4_block families "
-        "choice grouped.product grouped.humming_memory grouped.humming_instruction "
+        "choice folding grouped.product grouped.humming_memory grouped.humming_instruction "
         "grouped.humming_unit grouped.humming grouped.tiles grouped.layer grouped planner",
     ),
     "weights": (
         "_checks _files config formats mesh numerics plan",
         "checkpoint.families checkpoint.fields checkpoint.patterns checkpoint.dialects "
         "checkpoint.header checkpoint.tensors layout flashinfer_layout flashinfer_factors packed "
-        "grouped params regroup requantize checkpoint.buffers checkpoint.projection "
+        "grouped params folded_biases regroup requantize checkpoint.buffers checkpoint.projection "
         "checkpoint.select experts relayout move checkpoint.converted checkpoint.gather "
         "checkpoint.load checkpoint.block_tensors checkpoint.convert checkpoint",
     ),

@@ -16,6 +16,7 @@ from jax_megamoe.formats import GROUPED_LAYOUTS, WEIGHT_FORMATS, WeightFormat
 from jax_megamoe.numerics import quantization
 from jax_megamoe.numerics.elements import scale_factors
 from jax_megamoe.weights import layout as layouts
+from jax_megamoe.weights.folded_biases import unfold_biases
 from jax_megamoe.weights.packed import PACKED_LAYOUTS, log_rounded
 from jax_megamoe.weights.params import (
     INTERLEAVE_8,
@@ -296,7 +297,8 @@ def stored_matrix(
 
 
 def dequantize_experts(config: MoEConfig, weights: ExpertWeights) -> Matrices:
-    """The float32 matrices that the weights stand for, the inverse of `quantize_experts`.
+    """The float32 matrices that the weights stand for, the inverse of `quantize_experts`; columns
+    with folded biases are 0.
 
     Args:
         config: the layer.
@@ -307,6 +309,7 @@ def dequantize_experts(config: MoEConfig, weights: ExpertWeights) -> Matrices:
     """
     if weights.layout in GROUPED_LAYOUTS:
         weights = from_grouped(weights)
+    weights = unfold_biases(weights)
     form, layout = config.weight_format, weights.layout
     w13 = stored_matrix(
         weights.w13_weight, weights.w13_weight_scale, form, w13=True, layout=layout
@@ -321,14 +324,17 @@ def dequantize_experts(config: MoEConfig, weights: ExpertWeights) -> Matrices:
 
 
 def dequantize_biases(weights: ExpertWeights) -> dict[str, Array]:
-    """gate_bias [E, I], up_bias [E, I] and down_bias [E, H] in float32; empty without biases."""
+    """gate_bias [E, I], up_bias [E, I] and down_bias [E, H] in float32, folded ones bit for bit;
+    empty without biases."""
+    weights = unfold_biases(weights)
     if weights.w13_bias is None:
         return {}
     if weights.layout in GROUPED_LAYOUTS:
         gate, up = jnp.split(weights.w13_bias, 2, axis=-1)
     else:
         gate, up = _halves(weights.w13_bias, weights.layout, axis=-1)
-    return dict(gate_bias=gate, up_bias=up, down_bias=weights.w2_bias)
+    biases = dict(gate_bias=gate, up_bias=up)
+    return biases if weights.w2_bias is None else biases | dict(down_bias=weights.w2_bias)
 
 
 def dequantize_shared(config: MoEConfig, weights: ExpertWeights) -> Matrices:

@@ -17,11 +17,11 @@ from jax_megamoe.formats import (
     Recipe,
     WeightSpec,
 )
-from jax_megamoe.plan import families
+from jax_megamoe.plan import families, folding
 from jax_megamoe.weights import grouped
 from jax_megamoe.weights.packed import PACKED_LAYOUTS
 
-_META_FIELDS = ("format", "layout", "max_input_scale")
+_META_FIELDS = ("format", "layout", "max_input_scale", "bias_column")
 
 
 class SharedWeights(NamedTuple):
@@ -54,7 +54,8 @@ class ExpertWeights:
         w2_weight_scale_2: float32 [E], the same of down.
         w2_input_scale: float32 [E], the scale of the second matmul's input in NVFP4; the largest
             over all experts is used, 1.0 when all are 0.
-        w13_bias: float32 [E, 2I], rows ordered as w13_weight's; None for none.
+        w13_bias: float32 [E, 2I], rows ordered as w13_weight's; None for none, or where
+            `bias_column` says that w13_weight holds them.
         w2_bias: float32 [E, H]; None for none.
         shared_l1_weight, shared_l1_weight_scale, shared_l2_weight, shared_l2_weight_scale: a fused
             shared expert, [2S, H] and [H, S] with their scales; None for none.
@@ -67,6 +68,8 @@ class ExpertWeights:
             vllm's NVFP4 kernel takes it by value, so it is static and layers that differ in it are
             traced apart, and stacked ones want it replaced by None. `with_max_input_scale` sets it
             when parameters are made or loaded; None for all other kernels.
+        bias_column: the first column of w13_weight that holds the biases of the first matmul
+            (`jax_megamoe.fold_biases`); None: none does.
     """
 
     w13_weight: Any
@@ -85,6 +88,7 @@ class ExpertWeights:
     format: str = ""
     layout: str = INTERLEAVE_8
     max_input_scale: float | None = None
+    bias_column: int | None = None
 
     @property
     def shared(self) -> SharedWeights | None:
@@ -272,10 +276,27 @@ def check_weights(
     layout = weights.layout if weights.layout in GROUPED_LAYOUTS else None
     expected_shapes = parameter_shapes(config, num_experts, layout, by_row=by_row)
     arrays = weights.arrays()
+    if weights.bias_column is not None:
+        _check_bias_column(config, weights)
+        expected_shapes.pop("w13_bias")
     _check_presence(arrays, expected_shapes)
     for name, array in arrays.items():
         _checks.shape(f"weights.{name}", array, expected_shapes[name].shape)
         _checks.dtype(f"weights.{name}", array, [str(expected_shapes[name].dtype)])
+
+
+def _check_bias_column(config: MoEConfig, weights: ExpertWeights) -> None:
+    reason = folding.unfoldable(config)
+    if reason is not None or weights.layout in GROUPED_LAYOUTS:
+        expected = f"None for {config.recipe.name} weights in layout {weights.layout}"
+        raise ValueError(_checks.message("weights.bias_column", expected, weights.bias_column))
+    if folding.first_column(config, weights.bias_column) != weights.bias_column:
+        width = folding.COLUMNS[weights.format]
+        expected = f"a multiple of {width} at most {config.hidden_size - width}"
+        raise ValueError(_checks.message("weights.bias_column", expected, weights.bias_column))
+    if weights.w13_bias is not None:
+        expected = "None where weights.bias_column says that w13_weight holds it"
+        raise ValueError(_checks.message("weights.w13_bias", expected, "an array"))
 
 
 def _check_presence(arrays: dict[str, Any], expected: dict[str, jax.ShapeDtypeStruct]) -> None:
@@ -286,7 +307,8 @@ def _check_presence(arrays: dict[str, Any], expected: dict[str, jax.ShapeDtypeSt
                 reason = "None: config.num_shared_experts is 0 or the format fuses no shared expert"
             raise ValueError(_checks.message(f"weights.{name}", reason, "an array"))
     has_shared = any(name.startswith("shared_") for name in arrays)
-    has_bias = any(name.endswith("_bias") for name in arrays)
+    is_folded = "w13_bias" not in expected
+    has_bias = is_folded or any(name.endswith("_bias") for name in arrays)
     for name in expected:
         optional = (name.endswith("_bias") and not has_bias) or (
             name.startswith("shared_") and not has_shared
