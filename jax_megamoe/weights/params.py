@@ -9,7 +9,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_megamoe import _checks
-from jax_megamoe.config import MoEConfig
+from jax_megamoe.config import ExpertSpec, MoEConfig
 from jax_megamoe.formats import INTERLEAVE_8, WEIGHT_FORMATS, Recipe, WeightSpec
 from jax_megamoe.plan import families
 
@@ -128,12 +128,16 @@ def with_max_input_scale(weights: ExpertWeights) -> ExpertWeights:
     return replace(weights, max_input_scale=largest if largest > 0 else 1.0)
 
 
-def default_layout(config: MoEConfig) -> str:
+def default_layout(config: ExpertSpec) -> str:
     """The w13 row order that the config's kernels read; the preferred kernel's where they differ.
 
     NVFP4's do: sgl's unless another is named, or a fused shared expert or an activation is asked
-    for that only vllm's has.
+    for that only vllm's has. Where no activation and no source is named, a fused shared expert
+    decides alone: it is always in interleave8, and the kernels that fuse it read all experts so.
     """
+    if not isinstance(config, MoEConfig):
+        orders = families.layouts(config.recipe)
+        return orders[0] if orders and not config.num_shared_experts else INTERLEAVE_8
     family = families.default_family(config)
     return INTERLEAVE_8 if family is None else family.w13_layout
 
@@ -154,7 +158,7 @@ def recipe_for(config: MoEConfig, weights: ExpertWeights) -> Recipe:
 
 
 def parameter_shapes(
-    config: MoEConfig, num_experts: int | None = None
+    config: ExpertSpec, num_experts: int | None = None
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape and dtype of every parameter the config's layer may hold, by field name.
 
@@ -194,7 +198,7 @@ def _matrix(
 
 
 def check_weights(
-    config: MoEConfig, weights: ExpertWeights, num_experts: int | None = None
+    config: ExpertSpec, weights: ExpertWeights, num_experts: int | None = None
 ) -> None:
     """Checks that `weights` are this config's parameters.
 

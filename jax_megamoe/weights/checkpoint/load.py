@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from jax_megamoe import _checks
-from jax_megamoe.config import MoEConfig
+from jax_megamoe.config import ExpertSpec
 from jax_megamoe.formats import WEIGHT_FORMATS, WeightFormat
 from jax_megamoe.weights.checkpoint.buffers import ParameterBuffers, place, placement_of
 from jax_megamoe.weights.checkpoint.dialects import SHARED, Dialect, Role
@@ -52,7 +52,7 @@ _LISTED = 8
 
 
 def load_experts(
-    config: MoEConfig,
+    config: ExpertSpec,
     checkpoint: str | Path | Checkpoint | Pairs,
     *,
     prefix: str,
@@ -62,6 +62,7 @@ def load_experts(
     progress: bool = True,
     gate_up_order: GateUpOrder | None = None,
     stored_sizes: tuple[int, int] | None = None,
+    layout: str | None = None,
 ) -> ExpertWeights:
     """One layer's experts from a checkpoint, in the config's format and kernel layout.
 
@@ -82,6 +83,7 @@ def load_experts(
             stacks [E, H, 2I] without any of that are refused.
         stored_sizes: hidden and intermediate size of the checkpoint, where the config's are those
             rounded up: the rest is filled with zeros.
+        layout: row order of w13; None: that of the config's kernels, see `default_layout`.
 
     Raises:
         ValueError: a tensor missing, unknown, there twice or of a wrong shape; a value or scale
@@ -98,6 +100,7 @@ def load_experts(
         axis=axis,
         gate_up_order=gate_up_order,
         stored_sizes=stored_sizes,
+        layout=layout,
     )
     if not isinstance(checkpoint, str | Path | Checkpoint):
         stored_scheme(quantization_config, prefix)
@@ -113,7 +116,7 @@ def load_experts(
 
 
 def reload_experts(
-    config: MoEConfig,
+    config: ExpertSpec,
     weights: ExpertWeights,
     checkpoint: str | Path | Pairs,
     *,
@@ -173,7 +176,7 @@ class ExpertLoader:
 
     def __init__(
         self,
-        config: MoEConfig,
+        config: ExpertSpec,
         *,
         prefix: str,
         mesh: Mesh | None = None,
@@ -182,6 +185,7 @@ class ExpertLoader:
         stored_sizes: tuple[int, int] | None = None,
         initial: ExpertWeights | None = None,
         physical_to_logical: np.ndarray | None = None,
+        layout: str | None = None,
     ) -> None:
         self._config = config
         self._prefix = prefix
@@ -199,7 +203,9 @@ class ExpertLoader:
             stored_sizes=stored_sizes or (config.hidden_size, config.intermediate_size),
             gate_up_order=gate_up_order,
         )
-        layout = default_layout(config) if initial is None else initial.layout
+        if initial is not None:
+            layout = initial.layout
+        layout = layout or default_layout(config)
         self._buffers = ParameterBuffers(config, placement, layout, initial)
 
     def add(self, pairs: Pairs, *, progress: bool = False) -> None:
