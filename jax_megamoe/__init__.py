@@ -42,8 +42,8 @@ from jax_megamoe.routing.stats import capture_routing as capture_routing
 from jax_megamoe.routing.stats import moe_stats as moe_stats
 from jax_megamoe.weights.experts import dequantize_experts as dequantize_experts
 from jax_megamoe.weights.experts import quantize_experts as quantize_experts
-from jax_megamoe.weights.experts import to_layout as to_layout
 from jax_megamoe.weights.params import ExpertWeights as ExpertWeights
+from jax_megamoe.weights.relayout import to_layout as to_layout
 
 __version__ = "0.1.0"
 

@@ -28,15 +28,17 @@ ROOMS = {
         "families.sgl_sm100_nvfp4 families.sgl_sm100_bf16 families.sgl_sm90_fp8_block "
         "families.vllm_sm100 families.vllm_sm100_mx families.vllm_sm100_nvfp4 "
         "families.vllm_sm100_bf16 families.flashinfer_heuristics families.flashinfer_buffer "
-        "families.flashinfer_limits families.flashinfer_launch families choice planner",
+        "families.flashinfer_limits families.flashinfer_launch families.flashinfer_sm90 "
+        "families.flashinfer_sm90_mxfp4_block families.flashinfer_sm90_nvfp4_block families "
+        "choice planner",
     ),
     "weights": (
         "_checks _files config formats mesh numerics plan",
         "checkpoint.families checkpoint.fields checkpoint.patterns checkpoint.dialects "
-        "checkpoint.header checkpoint.tensors layout flashinfer_layout flashinfer_factors params "
-        "requantize checkpoint.buffers checkpoint.projection checkpoint.select experts move "
-        "checkpoint.converted checkpoint.gather checkpoint.load checkpoint.block_tensors "
-        "checkpoint.convert checkpoint",
+        "checkpoint.header checkpoint.tensors layout flashinfer_layout flashinfer_factors packed "
+        "params requantize checkpoint.buffers checkpoint.projection checkpoint.select experts "
+        "relayout move checkpoint.converted checkpoint.gather checkpoint.load "
+        "checkpoint.block_tensors checkpoint.convert checkpoint",
     ),
     "routing": ("_checks config mesh numerics weights", "router replicas rebalance stats"),
     "compile": (

@@ -311,7 +311,7 @@ def _expert_fields(weights: ExpertWeights, e: Array, mlp: _Mlp) -> dict[str, Any
         "w2_bias": one.get("w2_bias"),
     }
     fields["l1_alpha"], fields["l2_alpha"] = None, mlp.activation_scale
-    if mlp.recipe.weights.weight.has_global_scale:
+    if "w2_weight_scale_2" in one:
         scale = one["w2_weight_scale_2"]
         fields["l1_alpha"] = one["w13_weight_scale_2"]
         fields["l2_alpha"] = scale if mlp.activation_scale is None else scale * mlp.activation_scale

@@ -28,6 +28,8 @@ SHAPES = {
         (16, 256, 128),
         (16, 2, 1),
     ),
+    "mxfp4_block": ("uint8", (16, 2, 2, 8704), None, None, (16, 2, 1, 8704), None),
+    "nvfp4_block": ("uint8", (16, 256, 160), None, None, (16, 256, 80), None),
 }
 
 
@@ -41,6 +43,9 @@ def test_shapes(form: str) -> None:
         want["w2_weight_scale"] = (w2_scale, scale_dtype)
     if form == "nvfp4":
         for name in ("w13_weight_scale_2", "w2_weight_scale_2", "w2_input_scale"):
+            want[name] = ((16,), "float32")
+    if form.endswith("4_block"):
+        for name in ("w13_weight_scale_2", "w2_weight_scale_2"):
             want[name] = ((16,), "float32")
     want["w13_bias"], want["w2_bias"] = ((16, 256), "float32"), ((16, 256), "float32")
     assert {name: (s.shape, str(s.dtype)) for name, s in shapes.items()} == want
