@@ -70,8 +70,7 @@ def load_experts(
         config: the layer. With fewer logical than physical experts, slot p gets logical expert
             p % num_logical_experts. With num_shared_experts, the shared expert is loaded too and
             fused, if the format fuses one.
-        checkpoint: a folder with safetensors files, one such file, either opened, or (name, array)
-            pairs.
+        checkpoint: a folder of safetensors files, such a file, one opened, or (name, array) pairs.
         prefix: of the experts' names, such as ``model.layers.3.mlp.experts``.
         mesh: shards the experts over `axis`; None: all experts on the default device.
         axis: the mesh axis, or axes.
@@ -193,7 +192,7 @@ class ExpertLoader:
         placement = place(config, mesh, axis, physical_to_logical)
         if initial is not None:
             check_weights(config, initial)
-            placement = placement_of(initial, placement)
+            placement, layout = placement_of(initial, placement), initial.layout
         self._has_shared = bool(config.num_shared_experts and config.shared_format)
         self._local = set(placement.slots)
         self._gathering = Gathering(
@@ -203,8 +202,6 @@ class ExpertLoader:
             stored_sizes=stored_sizes or (config.hidden_size, config.intermediate_size),
             gate_up_order=gate_up_order,
         )
-        if initial is not None:
-            layout = initial.layout
         self._layout = layout or default_layout(config)
         self._buffers = ParameterBuffers(config, placement, self._layout, initial)
         self._rounded: list[int] = []
