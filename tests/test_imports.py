@@ -57,7 +57,7 @@ ROOMS = {
     ),
     "nn": (
         "_checks config formats launch mesh numerics op plan routing weights",
-        "replicated hf_config storage shared_expert router_layer layer block",
+        "replicated hf_config storage weighed_input shared_expert router_layer layer block",
     ),
     "cli": (
         "_checks _files compile config formats launch nn op plan runtime weights",

@@ -195,6 +195,14 @@ def parameter_shapes(
     return shapes
 
 
+def with_zero_biases(config: MoEConfig, weights: ExpertWeights) -> ExpertWeights:
+    """Parameters with biases of 0 in both matmuls."""
+    shapes = parameter_shapes(config)
+    names = ("w13_bias", "w2_bias")
+    zeros = {name: jnp.zeros(shapes[name].shape, shapes[name].dtype) for name in names}
+    return replace(weights, **zeros)
+
+
 def _matrix(
     name: str, spec: WeightSpec, lead: tuple[int, ...], n: int, k: int
 ) -> dict[str, jax.ShapeDtypeStruct]:
