@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Float32
 
 from jax_megamoe import _checks
 from jax_megamoe.config import ExpertSpec
-from jax_megamoe.formats import WEIGHT_FORMATS, WeightFormat
+from jax_megamoe.formats import GROUPED_LAYOUTS, WEIGHT_FORMATS, WeightFormat
 from jax_megamoe.numerics import quantization
 from jax_megamoe.numerics.elements import scale_factors
 from jax_megamoe.weights import layout as layouts
@@ -24,6 +24,7 @@ from jax_megamoe.weights.params import (
     default_layout,
     with_max_input_scale,
 )
+from jax_megamoe.weights.regroup import from_grouped
 from jax_megamoe.weights.requantize import quantize_matrix
 
 Matrices = tuple[Array, Array, Array]
@@ -304,6 +305,8 @@ def dequantize_experts(config: ExpertSpec, weights: ExpertWeights) -> Matrices:
     Returns:
         gate [E, I, H], up [E, I, H] and down [E, H, I], E the physical experts in `weights`.
     """
+    if weights.layout in GROUPED_LAYOUTS:
+        weights = from_grouped(weights)
     form, layout = config.weight_format, weights.layout
     w13 = stored_matrix(
         weights.w13_weight, weights.w13_weight_scale, form, w13=True, layout=layout
@@ -321,7 +324,10 @@ def dequantize_biases(weights: ExpertWeights) -> dict[str, Array]:
     """gate_bias [E, I], up_bias [E, I] and down_bias [E, H] in float32; empty without biases."""
     if weights.w13_bias is None:
         return {}
-    gate, up = _halves(weights.w13_bias, weights.layout, axis=-1)
+    if weights.layout in GROUPED_LAYOUTS:
+        gate, up = jnp.split(weights.w13_bias, 2, axis=-1)
+    else:
+        gate, up = _halves(weights.w13_bias, weights.layout, axis=-1)
     return dict(gate_bias=gate, up_bias=up, down_bias=weights.w2_bias)
 
 

@@ -3,19 +3,15 @@
 import struct
 
 import cases
-import emulation as emulated_devices
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import recording
 from emulation import H200, STAGING, Emulation, call, kernel_of, sym_buffer, u64
 
 import jax_megamoe as mm
 from jax_megamoe.plan import plan_mega_moe
 from jax_megamoe.plan.launch import KernelLaunch
-
-driver, emulation = recording.driver, emulated_devices.emulation
 
 RECIPES = pytest.mark.parametrize("recipe", ["mxfp4_block", "nvfp4_block"])
 SYM_BUFFER = {"mxfp4_block": 3, "nvfp4_block": 4}

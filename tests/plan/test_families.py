@@ -4,6 +4,8 @@ import ast
 from pathlib import Path
 
 import pytest
+import toy_sm90_bf16
+from problems import B200, H100, config
 
 import jax_megamoe as mm
 from jax_megamoe.cli import sources
@@ -13,8 +15,6 @@ from jax_megamoe.plan.choice import Absent, choose
 from jax_megamoe.plan.launch import KernelLaunch
 from jax_megamoe.plan.refusal import Refusal
 from jax_megamoe.weights.params import default_layout
-from tests.plan import toy_sm90_bf16
-from tests.plan.problems import B200, H100, config
 
 PACKAGE = Path(mm.__file__).parent
 SOURCES = {"sgl", "vllm", "flashinfer", "humming", "sm90", "sm100"}
