@@ -8,11 +8,12 @@ from jax.sharding import Mesh
 from jaxtyping import Array, BFloat16, Bool, Float32, Int32
 
 from jax_megamoe.config import MoEConfig
-from jax_megamoe.launch import deep_gemm
-from jax_megamoe.op.mega_moe import mega_moe, place_of
+from jax_megamoe.launch import deep_gemm, runnable
+from jax_megamoe.op.mega_moe import PORTABLE, mega_moe, place_of
 from jax_megamoe.routing.replicas import ReplicaMap
-from jax_megamoe.weights.experts import random_experts, to_layout
+from jax_megamoe.weights.experts import random_experts
 from jax_megamoe.weights.params import ARRAY_FIELDS, ExpertWeights, check_weights
+from jax_megamoe.weights.relayout import to_layout
 
 
 class MegaMoE(nnx.Module):
@@ -64,9 +65,9 @@ class MegaMoE(nnx.Module):
                 )
             weights = random_experts(config, rngs.params())
         check_weights(config, weights)
-        if implementation in (None, "deep_gemm"):
+        if implementation not in PORTABLE:
             device = deep_gemm.default_device() if mesh is None else mesh.devices.flat[0]
-            weights = to_layout(weights, deep_gemm.runnable_layout(config, weights.layout, device))
+            weights = to_layout(weights, runnable.runnable_layout(config, weights.layout, device))
         self.config = config
         self.mesh = mesh
         self.axis = axis

@@ -15,13 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tolerances
-from cells_table import ACTIVATIONS, SIZES, SOURCES
+from cells_table import ACTIVATIONS, SIZES
 
 import jax_megamoe as mm
 from emulator.planned import Buffers
 from emulator.standing_in import StandIn, standing_in
-from jax_megamoe.launch.deep_gemm import check_supported
+from jax_megamoe import check_supported
 from jax_megamoe.plan import check_sizes
+from jax_megamoe.plan.families import sources
 from jax_megamoe.plan.device import DeviceSpec
 
 SHORT = {"clamped": "clamped swiglu", "gpt_oss": "GPT-OSS's swiglu"}
@@ -259,7 +260,7 @@ def families() -> list[tuple[str, str]]:
     return [
         (form, source)
         for form in mm.RECIPES
-        for source in SOURCES
+        for source in sources()
         if not Cell(form, source).refusal()
     ]
 

@@ -22,7 +22,7 @@ import numpy as np
 from emulator import planned
 from jax_megamoe import compile as compiler
 from jax_megamoe import symmetric_memory
-from jax_megamoe.launch import launcher
+from jax_megamoe.launch import deep_gemm, launcher, runnable
 from jax_megamoe.mesh import vary, varying_axes
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.launch import LaunchPlan
@@ -126,14 +126,7 @@ def standing_in(device: DeviceSpec) -> Iterator[StandIn]:
             (symmetric_memory, "keys", lambda start="": [start]),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
-        for owner in _users_of_device_spec():
-            stack.enter_context(mock.patch.object(owner, "device_spec", stand_in.device_spec))
+        for owner in (deep_gemm, runnable):
+            stack.enter_context(mock.patch.object(owner, "spec_of", stand_in.device_spec))
         yield stand_in
     jax.clear_caches()
-
-
-def _users_of_device_spec() -> list[Any]:
-    """Modules of the launch that ask what a device is."""
-    from jax_megamoe.launch import deep_gemm  # noqa: PLC0415
-
-    return [deep_gemm]

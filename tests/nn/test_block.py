@@ -100,7 +100,12 @@ def test_is_its_parts(name: str, form: str) -> None:
 @KINDS
 @pytest.mark.parametrize(
     ("name", "form"),
-    [("deepseek_v3", "fp8_block"), ("deepseek_v4_hashed", "mxfp8"), ("qwen3_next", "bf16")],
+    [
+        ("deepseek_v3", "fp8_block"),
+        ("deepseek_v4_hashed", "mxfp8"),
+        ("qwen3_next", "bf16"),
+        ("llama4", "bf16"),
+    ],
 )
 def test_over_eight_devices(name: str, form: str, kind: AxisType) -> None:
     single = drawn(name, form)
@@ -280,7 +285,7 @@ def test_replicas_hold_logical_experts() -> None:
         ("mxfp8", dict(has_shared_gate=True), "a gate weighs its output"),
         ("mxfp8", dict(shared_size=192), "its size 192 is no multiple of intermediate_size 128"),
         ("mxfp8", dict(stored_sizes=(250, 128)), "the model's sizes are rounded up"),
-        ("nvfp4", dict(kernel_source="sgl"), "sgl's NVFP4 kernel fuses none"),
+        ("nvfp4", dict(kernel_source="sgl"), "sgl's nvfp4 kernel fuses none"),
     ],
 )
 def test_says_why_a_shared_expert_is_not_fused(

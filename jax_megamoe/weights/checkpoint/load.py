@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from jax_megamoe import _checks
-from jax_megamoe.config import MoEConfig
+from jax_megamoe.config import ExpertSpec
 from jax_megamoe.formats import WEIGHT_FORMATS, WeightFormat
 from jax_megamoe.weights.checkpoint.buffers import ParameterBuffers, place, placement_of
 from jax_megamoe.weights.checkpoint.dialects import SHARED, Dialect, Role
@@ -31,10 +31,9 @@ from jax_megamoe.weights.checkpoint.header import StoredTensor
 from jax_megamoe.weights.checkpoint.projection import (
     Cache,
     Projection,
-    agreed_global_scale,
     bias,
+    gate_and_up,
     scalar,
-    stacked,
 )
 from jax_megamoe.weights.checkpoint.select import (
     read_gate_up_order,
@@ -42,8 +41,9 @@ from jax_megamoe.weights.checkpoint.select import (
     stored_scheme,
 )
 from jax_megamoe.weights.checkpoint.tensors import Checkpoint, HeldTensor
+from jax_megamoe.weights.packed import PACKED_LAYOUTS, log_rounded
 from jax_megamoe.weights.params import ExpertWeights, check_weights, default_layout
-from jax_megamoe.weights.requantize import requantize
+from jax_megamoe.weights.requantize import QuantizedMatrix, concatenated, requantize
 
 Pairs = Iterable[tuple[str, Any]] | Mapping[str, Any]
 
@@ -52,7 +52,7 @@ _LISTED = 8
 
 
 def load_experts(
-    config: MoEConfig,
+    config: ExpertSpec,
     checkpoint: str | Path | Checkpoint | Pairs,
     *,
     prefix: str,
@@ -62,6 +62,7 @@ def load_experts(
     progress: bool = True,
     gate_up_order: GateUpOrder | None = None,
     stored_sizes: tuple[int, int] | None = None,
+    layout: str | None = None,
 ) -> ExpertWeights:
     """One layer's experts from a checkpoint, in the config's format and kernel layout.
 
@@ -69,8 +70,7 @@ def load_experts(
         config: the layer. With fewer logical than physical experts, slot p gets logical expert
             p % num_logical_experts. With num_shared_experts, the shared expert is loaded too and
             fused, if the format fuses one.
-        checkpoint: a folder with safetensors files, one such file, either opened, or (name, array)
-            pairs.
+        checkpoint: a folder of safetensors files, such a file, one opened, or (name, array) pairs.
         prefix: of the experts' names, such as ``model.layers.3.mlp.experts``.
         mesh: shards the experts over `axis`; None: all experts on the default device.
         axis: the mesh axis, or axes.
@@ -82,6 +82,7 @@ def load_experts(
             stacks [E, H, 2I] without any of that are refused.
         stored_sizes: hidden and intermediate size of the checkpoint, where the config's are those
             rounded up: the rest is filled with zeros.
+        layout: row order of w13; None: that of the config's kernels, see `default_layout`.
 
     Raises:
         ValueError: a tensor missing, unknown, there twice or of a wrong shape; a value or scale
@@ -98,6 +99,7 @@ def load_experts(
         axis=axis,
         gate_up_order=gate_up_order,
         stored_sizes=stored_sizes,
+        layout=layout,
     )
     if not isinstance(checkpoint, str | Path | Checkpoint):
         stored_scheme(quantization_config, prefix)
@@ -113,7 +115,7 @@ def load_experts(
 
 
 def reload_experts(
-    config: MoEConfig,
+    config: ExpertSpec,
     weights: ExpertWeights,
     checkpoint: str | Path | Pairs,
     *,
@@ -173,7 +175,7 @@ class ExpertLoader:
 
     def __init__(
         self,
-        config: MoEConfig,
+        config: ExpertSpec,
         *,
         prefix: str,
         mesh: Mesh | None = None,
@@ -182,6 +184,7 @@ class ExpertLoader:
         stored_sizes: tuple[int, int] | None = None,
         initial: ExpertWeights | None = None,
         physical_to_logical: np.ndarray | None = None,
+        layout: str | None = None,
     ) -> None:
         self._config = config
         self._prefix = prefix
@@ -189,7 +192,7 @@ class ExpertLoader:
         placement = place(config, mesh, axis, physical_to_logical)
         if initial is not None:
             check_weights(config, initial)
-            placement = placement_of(initial, placement)
+            placement, layout = placement_of(initial, placement), initial.layout
         self._has_shared = bool(config.num_shared_experts and config.shared_format)
         self._local = set(placement.slots)
         self._gathering = Gathering(
@@ -199,8 +202,9 @@ class ExpertLoader:
             stored_sizes=stored_sizes or (config.hidden_size, config.intermediate_size),
             gate_up_order=gate_up_order,
         )
-        layout = default_layout(config) if initial is None else initial.layout
-        self._buffers = ParameterBuffers(config, placement, layout, initial)
+        self._layout = layout or default_layout(config)
+        self._buffers = ParameterBuffers(config, placement, self._layout, initial)
+        self._rounded: list[int] = []
 
     def add(self, pairs: Pairs, *, progress: bool = False) -> None:
         """Takes (name, array) pairs; names outside the prefix are passed over.
@@ -260,8 +264,9 @@ class ExpertLoader:
             ValueError: what is missing: weights, scales, or the other of two global scales.
         """
         self._check_complete(sorted(self._local))
-        if self._config.weight_format.weight.has_global_scale:
+        if self._config.recipe.activations.has_global_scale:
             self._buffers.fill("w2_input_scale", 0.0)
+        log_rounded(self._prefix, sum(self._rounded))
         weights = self._buffers.finish()
         check_weights(self._config, weights)
         return weights
@@ -293,8 +298,11 @@ class ExpertLoader:
         return len(keys) == 2 or keys[0][1] == "down" or not self._joint(keys[0][0])
 
     def _joint(self, expert: int) -> bool:
-        """Whether gate and up need each other: they have one global scale."""
-        return self._form(expert).weight.has_global_scale
+        """Whether gate and up need each other: they have one factor."""
+        return self._form(expert).weight.has_global_scale or self._packed(expert)
+
+    def _packed(self, expert: int) -> bool:
+        return expert != SHARED and self._layout in PACKED_LAYOUTS
 
     def _form(self, expert: int) -> WeightFormat:
         if expert == SHARED and self._config.shared_format is not None:
@@ -331,19 +339,19 @@ class ExpertLoader:
         else:
             for (_, part), projection in projections.items():
                 matrix = requantize(projection.source(cache), self._form(expert))
-                self._buffers.write_matrix(expert, part, matrix)
+                self._write(expert, part, matrix)
         return num_bytes
 
+    def _write(self, expert: int, part: str, matrix: QuantizedMatrix) -> None:
+        self._rounded.append(self._buffers.write_matrix(expert, part, matrix))
+
     def _convert_joint(self, expert: int, gate: Projection, up: Projection, cache: Cache) -> None:
-        form = self._form(expert)
-        sources = [gate.source(cache), up.source(cache)]
-        if gate.is_nvfp4 and up.is_nvfp4:
-            shared = agreed_global_scale(expert, *sources)
-            for part, source in zip(("gate", "up"), sources, strict=True):
-                matrix = requantize(source, form)._replace(global_scale=shared)
-                self._buffers.write_matrix(expert, part, matrix)
-        else:
-            self._buffers.write_matrix(expert, "gate_up", requantize(stacked(*sources), form))
+        matrices = gate_and_up(expert, (gate, up), self._form(expert), cache)
+        if len(matrices) == 2 and self._packed(expert):
+            matrices = [concatenated(*matrices)]
+        parts = ("gate", "up") if len(matrices) == 2 else ("gate_up",)
+        for part, matrix in zip(parts, matrices, strict=True):
+            self._write(expert, part, matrix)
 
     def _write_small(self) -> None:
         """Writes the biases and input scales that have come."""
@@ -358,7 +366,7 @@ class ExpertLoader:
             self._buffers.write_bias(expert, part, values)
         while self._gathering.input_scales:
             expert, piece = self._gathering.input_scales.popitem()
-            if expert != SHARED and self._joint(expert):
+            if expert != SHARED and self._config.recipe.activations.has_global_scale:
                 self._buffers.write_scalar("w2_input_scale", expert, scalar(piece, cache))
 
     def _check_complete(self, experts: Iterable[int]) -> None:
