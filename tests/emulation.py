@@ -4,6 +4,7 @@ Nothing between `mega_moe` and the driver is replaced but what needs a GPU machi
 kind, the kernel source and compiler, and the memory of symmetric buffers.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import logging
@@ -178,9 +179,10 @@ class Emulation:
         return by_device
 
 
-@pytest.fixture
-def emulation(driver: RecordingDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulation]:
-    """Every CPU device stands for a B200, until `device` is set to another."""
+@contextlib.contextmanager
+def emulate(driver: RecordingDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulation]:
+    """Every CPU device stands for a B200, until `device` is set to another; what the fixture
+    `emulation` gives."""
     memory = Memory()
     emulated = Emulation(driver, memory)
     for module in (deep_gemm, runnable):

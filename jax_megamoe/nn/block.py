@@ -21,6 +21,7 @@ from jax_megamoe.nn.replicated import replicated
 from jax_megamoe.nn.router_layer import RouterLayer
 from jax_megamoe.nn.shared_expert import SharedExpert, log_unfused, unfused_reason
 from jax_megamoe.nn.storage import Storage, format_of_layer, storage_of
+from jax_megamoe.nn.weighed_input import plus_shared, weighed
 from jax_megamoe.op.mega_moe import place_of
 from jax_megamoe.routing.replicas import ReplicaMap
 from jax_megamoe.routing.router import Router
@@ -29,7 +30,7 @@ from jax_megamoe.weights.checkpoint.families import GateUpOrder
 from jax_megamoe.weights.checkpoint.load import Pairs, load_experts
 from jax_megamoe.weights.checkpoint.select import format_of
 from jax_megamoe.weights.experts import random_experts
-from jax_megamoe.weights.params import ExpertWeights, parameter_shapes
+from jax_megamoe.weights.params import ExpertWeights, with_zero_biases
 
 
 class MegaMoEBlock(nnx.Module):
@@ -91,7 +92,8 @@ class MegaMoEBlock(nnx.Module):
         if has_shared_gate and not shared_size:
             expected = "False where there is no shared expert"
             raise ValueError(_checks.message("has_shared_gate", expected, True))
-        reason = unfused_reason(config, shared_size, own == self.stored_sizes, has_shared_gate)
+        is_whole, weighs = own == self.stored_sizes, router.weighs_input
+        reason = unfused_reason(config, shared_size, is_whole, has_shared_gate, weighs)
         if reason:
             log_unfused(config, reason)
         fused = shared_size // config.intermediate_size if reason is None else 0
@@ -99,9 +101,10 @@ class MegaMoEBlock(nnx.Module):
         self.layers: Layers | None = None
         self.storage: Storage | None = None
         self.router = RouterLayer(router, self.hidden_size, mesh=mesh, rngs=rngs)
+        weights = random_experts(config, rngs.params())
         self.experts = MegaMoE(
             config,
-            _with_biases(config, random_experts(config, rngs.params()), has_expert_biases),
+            with_zero_biases(config, weights) if has_expert_biases else weights,
             mesh=mesh,
             axis=axis,
             implementation=implementation,
@@ -133,8 +136,7 @@ class MegaMoEBlock(nnx.Module):
         rngs: nnx.Rngs | None = None,
         **config: Any,
     ) -> "MegaMoEBlock":
-        """The block of a Hugging Face model: DeepSeek-V3 and -V4, Kimi-K2, Qwen3-MoE, Qwen3-Next,
-        GPT-OSS.
+        """The block of a Hugging Face model, of a family in the manual's list.
 
         Args:
             hf_config: the model's transformers config, the same as a dict, or the path of its
@@ -237,17 +239,22 @@ class MegaMoEBlock(nnx.Module):
         with jax.named_scope("mega_moe_block/router"):
             place = place_of(self.config, self.experts.mesh, self.experts.axis)
             routing = self.router(rows, **per_token, place=place)
+        mask, weighs = per_token["padding_mask"], self.router.settings.weighs_input
+        inputs, given = weighed(rows, routing) if weighs else (rows, routing)
         result = self.experts(
-            _widened(rows, self.config),
-            *routing,
-            padding_mask=per_token["padding_mask"],
+            _widened(inputs, self.config),
+            *given,
+            padding_mask=mask,
             eplb=eplb,
-            shared_experts=None if self.shared_expert is None else self._shared,
+            shared_experts=None if self.shared_expert is None or weighs else self._shared,
             return_stats=return_stats,
             name=name,
         )
         y, *stats = result if return_stats else (result,)
-        y = y[:, : self.hidden_size].reshape(x.shape)
+        y = y[:, : self.hidden_size]
+        if weighs and self.shared_expert is not None:
+            y = plus_shared(y, rows, self.shared_expert, mask, place)
+        y = y.reshape(x.shape)
         extra = (*stats, *((routing,) if return_routing else ()))
         return (y, *extra) if extra else y
 
@@ -371,15 +378,6 @@ def _widened(rows: Array, config: MoEConfig) -> Array:
     """Rows with zeros up to the config's hidden size."""
     missing = config.hidden_size - rows.shape[1]
     return jnp.pad(rows, ((0, 0), (0, missing))) if missing else rows
-
-
-def _with_biases(config: MoEConfig, weights: ExpertWeights, wanted: bool) -> ExpertWeights:
-    if not wanted:
-        return weights
-    shapes = parameter_shapes(config)
-    names = ("w13_bias", "w2_bias")
-    zeros = {name: jnp.zeros(shapes[name].shape, shapes[name].dtype) for name in names}
-    return replace(weights, **zeros)
 
 
 def _check_sizes(

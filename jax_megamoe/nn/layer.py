@@ -11,8 +11,9 @@ from jax_megamoe.config import MoEConfig
 from jax_megamoe.launch import deep_gemm, runnable
 from jax_megamoe.op.mega_moe import PORTABLE, mega_moe, place_of
 from jax_megamoe.routing.replicas import ReplicaMap
-from jax_megamoe.weights.experts import random_experts, to_layout
+from jax_megamoe.weights.experts import random_experts
 from jax_megamoe.weights.params import ARRAY_FIELDS, ExpertWeights, check_weights
+from jax_megamoe.weights.relayout import to_layout
 
 
 class MegaMoE(nnx.Module):

@@ -80,12 +80,13 @@ class SharedExpert(nnx.Module):
 
 
 def unfused_reason(
-    config: MoEConfig, shared_size: int, is_whole: bool, has_gate: bool
+    config: MoEConfig, shared_size: int, is_whole: bool, has_gate: bool, weighs_input: bool
 ) -> str | None:
     """Why the shared expert cannot be fused; None where it can, or there is none."""
     form, inter = config.weight_format.name, config.intermediate_size
     reasons = {
         "a gate weighs its output": has_gate,
+        "its tokens are not those of the routed experts": weighs_input,
         "the model's sizes are rounded up": not is_whole,
         f"its size {shared_size} is no multiple of intermediate_size {inter}": shared_size % inter,
         f"{form} kernels fuse none": config.shared_format is None,

@@ -6,10 +6,8 @@ import sys
 from pathlib import Path
 
 import cases
-import emulation as emulated_devices
 import jax
 import pytest
-import recording
 from emulation import B200, H200, MEGA, STAGING, Emulation, call, config, fallback, kernel_of
 from fake_toolchain import write_headers
 
@@ -18,9 +16,6 @@ from jax_megamoe import compile
 from jax_megamoe.compile import MissingDependency, builder, sources
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.runtime import extension
-
-driver, emulation = recording.driver, emulated_devices.emulation
-
 
 # The choice of an implementation.
 

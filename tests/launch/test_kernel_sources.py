@@ -4,12 +4,10 @@ import logging
 from typing import Any
 
 import cases
-import emulation as emulated_devices
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import recording
 from emulation import H200, MEGA, Emulation, call, config, fallback, kernel_of
 
 import jax_megamoe as mm
@@ -18,8 +16,6 @@ from jax_megamoe.compile import MissingDependency
 from jax_megamoe.launch import deep_gemm
 
 NO_SGL = r"^kernel source: expected sgl$"
-
-driver, emulation = recording.driver, emulated_devices.emulation
 
 
 def only(source: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,12 @@ def test_is_its_parts(name: str, form: str) -> None:
 @KINDS
 @pytest.mark.parametrize(
     ("name", "form"),
-    [("deepseek_v3", "fp8_block"), ("deepseek_v4_hashed", "mxfp8"), ("qwen3_next", "bf16")],
+    [
+        ("deepseek_v3", "fp8_block"),
+        ("deepseek_v4_hashed", "mxfp8"),
+        ("qwen3_next", "bf16"),
+        ("llama4", "bf16"),
+    ],
 )
 def test_over_eight_devices(name: str, form: str, kind: AxisType) -> None:
     single = drawn(name, form)

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
+import recorded_families
+
 from jax_megamoe._checks import message
 from jax_megamoe.plan import heuristics, limits, sm90_heuristics
 from jax_megamoe.plan.arithmetic import float32
@@ -23,6 +25,7 @@ from jax_megamoe.plan.families import (
     vllm_sm100_nvfp4,
 )
 from jax_megamoe.plan.launch import (
+    Bool,
     Float32,
     KernelArgument,
     KernelLaunch,
@@ -39,7 +42,6 @@ from jax_megamoe.plan.sm100_family import Sm100Family
 from jax_megamoe.plan.sm100_traits import Sm100Traits
 from jax_megamoe.plan.staging import MAX_STAGED_HIDDEN
 from jax_megamoe.plan.symmetric_buffer import BufferLayout, sm90_layout, sm100_layout
-from tests.plan import recorded_families
 
 Record = dict[str, Any]
 
@@ -269,6 +271,8 @@ def _argument_record(argument: KernelArgument, rank: int) -> Record:
     match argument:
         case Pointer():
             record["ptr"] = _base(argument.operand, argument.name)
+        case Bool():
+            record["bool"] = argument.value
         case Uint32():
             record["u32"] = argument.value
         case Float32():

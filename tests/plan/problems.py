@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import recorded_families
 from hypothesis import strategies as st
 
 from jax_megamoe import MoEConfig
@@ -22,7 +23,6 @@ from jax_megamoe.plan.problem import Problem
 from jax_megamoe.plan.sm100 import Sm100Launch
 from jax_megamoe.plan.sm100_family import Sm100Family
 from jax_megamoe.plan.symmetric_buffer import sm90_layout, sm100_layout
-from tests.plan import recorded_families
 
 B200 = DeviceSpec(100, 148)
 H100 = DeviceSpec(90, 132)

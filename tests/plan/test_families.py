@@ -4,6 +4,8 @@ import ast
 from pathlib import Path
 
 import pytest
+import toy_sm90_bf16
+from problems import B200, H100, config
 
 import jax_megamoe as mm
 from jax_megamoe.cli import sources
@@ -13,8 +15,6 @@ from jax_megamoe.plan.choice import Absent, choose
 from jax_megamoe.plan.launch import KernelLaunch
 from jax_megamoe.plan.refusal import Refusal
 from jax_megamoe.weights.params import default_layout
-from tests.plan import toy_sm90_bf16
-from tests.plan.problems import B200, H100, config
 
 PACKAGE = Path(mm.__file__).parent
 SOURCES = {"sgl", "vllm", "flashinfer", "humming", "sm90", "sm100"}
@@ -68,7 +68,7 @@ def test_a_toy_family_is_planned(toy):
 
 
 def test_a_toy_family_is_listed(toy):
-    assert families.sources() == ("sgl", "vllm", "toy")
+    assert families.sources() == ("sgl", "vllm", "flashinfer", "toy")
     assert families.implementations() == ("deep_gemm", "toy_gemms")
     bf16 = config(weight_format="bf16", max_num_tokens=256)
     assert check_supported(bf16, H100) == "toy"
@@ -99,7 +99,7 @@ def test_a_toy_family_is_refused_with_its_reasons(toy):
 
 
 def test_without_the_toy_its_name_is_unknown():
-    text = r"^kernel_source: expected one of \['sgl', 'vllm'\], got 'toy'$"
+    text = r"^kernel_source: expected one of \['sgl', 'vllm', 'flashinfer'\], got 'toy'$"
     with pytest.raises(ValueError, match=text):
         check_supported(config(weight_format="bf16", kernel_source="toy"), H100)
 

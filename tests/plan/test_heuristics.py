@@ -4,10 +4,10 @@ import dataclasses
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problems import B200, FAMILIES, problems
 
 from jax_megamoe.plan import heuristics, limits
 from jax_megamoe.plan.arithmetic import align, ceil_div, cpp_float, float32
-from tests.plan.problems import B200, FAMILIES, problems
 
 
 @settings(deadline=None)

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problems import FAMILIES, every_launch, example, launch_of, problems
 
 from jax_megamoe.plan.launch import (
     Float32,
@@ -23,7 +24,6 @@ from jax_megamoe.plan.tensor_map import (
     SWIZZLE_128B,
     UINT8,
 )
-from tests.plan.problems import FAMILIES, every_launch, example, launch_of, problems
 
 # Bytes of the parameter block, of 26 compiled cubins (deepgemm-abi.md section 8).
 BLOCK_BYTES = {

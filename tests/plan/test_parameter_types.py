@@ -6,6 +6,7 @@ tested in tests/compile/test_kernels.py.
 """
 
 import pytest
+from problems import B200, FAMILIES, every_launch, example, launch_of
 
 from jax_megamoe.compile import CompileError, MissingDependency, build, find_source
 from jax_megamoe.compile.builder import default_compiler
@@ -14,7 +15,6 @@ from jax_megamoe.compile.compiler import Compiler
 from jax_megamoe.compile.sources import KernelSource
 from jax_megamoe.plan import families, limits
 from jax_megamoe.plan.kernel import KernelSpec
-from tests.plan.problems import B200, FAMILIES, every_launch, example, launch_of
 
 
 def toolchain(name: str) -> tuple[KernelSource, Compiler]:

@@ -1,6 +1,7 @@
 """Launches of the package's own staging kernel, and who stages a call."""
 
 import pytest
+from problems import B200, H100, config
 
 from jax_megamoe.plan import plan_mega_moe
 from jax_megamoe.plan.launch import (
@@ -14,7 +15,6 @@ from jax_megamoe.plan.launch import (
 )
 from jax_megamoe.plan.operand import Operand
 from jax_megamoe.plan.staging import Routing
-from tests.plan.problems import B200, H100, config
 
 ROUTED = ("x", "x_sf", "topk_idx", "topk_weights")
 PAGES = "shared_l1_acts_sf"

@@ -5,10 +5,10 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problems import FAMILIES, example, problems
 
 from jax_megamoe.plan import heuristics
 from jax_megamoe.plan.symmetric_buffer import ITEM_BYTES, BufferLayout, sm90_layout, sm100_layout
-from tests.plan.problems import FAMILIES, example, problems
 
 SM90_PROBLEM = example(None, max_num_tokens=4096)
 

@@ -28,6 +28,8 @@ SHAPES = {
         (16, 256, 128),
         (16, 2, 1),
     ),
+    "mxfp4_block": ("uint8", (16, 2, 2, 8704), None, None, (16, 2, 1, 8704), None),
+    "nvfp4_block": ("uint8", (16, 256, 160), None, None, (16, 256, 80), None),
 }
 
 
@@ -41,6 +43,9 @@ def test_shapes(form: str) -> None:
         want["w2_weight_scale"] = (w2_scale, scale_dtype)
     if form == "nvfp4":
         for name in ("w13_weight_scale_2", "w2_weight_scale_2", "w2_input_scale"):
+            want[name] = ((16,), "float32")
+    if form.endswith("4_block"):
+        for name in ("w13_weight_scale_2", "w2_weight_scale_2"):
             want[name] = ((16,), "float32")
     want["w13_bias"], want["w2_bias"] = ((16, 256), "float32"), ((16, 256), "float32")
     assert {name: (s.shape, str(s.dtype)) for name, s in shapes.items()} == want
@@ -116,7 +121,8 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"layout": "halves"},
         ValueError,
-        r"weights.layout: expected one of \['sgl_fp4', 'interleave8'\], got 'halves'",
+        r"weights.layout: expected one of \['sgl_fp4', 'interleave8', 'humming_bf16'\], got "
+        r"'halves'",
     ),
     ({"w2_weight": None}, ValueError, r"weights.w2_weight: expected an array, got None"),
     ({"w13_weight": None}, ValueError, r"weights.w13_weight: expected an array, got None"),
@@ -188,7 +194,7 @@ def test_refused_for_the_config() -> None:
     message = r"^weights.w2_input_scale: expected None: this config has no such parameter, got"
     with pytest.raises(ValueError, match=message):
         check_weights(mxfp8, superfluous)
-    message = r"^weights.layout: expected one of \['interleave8'\], got 'sgl_fp4'$"
+    message = r"^weights.layout: expected one of \['interleave8', 'humming_bf16'\], got 'sgl_fp4'$"
     with pytest.raises(ValueError, match=message):
         check_weights(mxfp8, dataclasses.replace(weights, layout="sgl_fp4"))
     message = r"^weights.w13_weight: expected shape \[2, 256, 256\], got shape \[16, 256, 256\]$"

@@ -4,6 +4,8 @@ from jax_megamoe import _checks
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.formats import Recipe
 from jax_megamoe.plan.families import (
+    flashinfer_sm90_mxfp4_block,
+    flashinfer_sm90_nvfp4_block,
     sgl_sm90_fp8_block,
     sgl_sm100_bf16,
     sgl_sm100_mx,
@@ -22,6 +24,8 @@ FAMILIES: tuple[KernelFamily, ...] = (
     vllm_sm100_mx.FAMILY,
     vllm_sm100_nvfp4.FAMILY,
     vllm_sm100_bf16.FAMILY,
+    flashinfer_sm90_mxfp4_block.FAMILY,
+    flashinfer_sm90_nvfp4_block.FAMILY,
 )
 """Every family, of those that run one recipe the preferred one first."""
 

@@ -9,9 +9,10 @@ import ml_dtypes
 import numpy as np
 
 from jax_megamoe import _checks
+from jax_megamoe.formats import WeightFormat
 from jax_megamoe.weights.checkpoint.dialects import Kind, Role
 from jax_megamoe.weights.checkpoint.tensors import Tensor
-from jax_megamoe.weights.requantize import SourceMatrix
+from jax_megamoe.weights.requantize import QuantizedMatrix, SourceMatrix, requantize
 
 FLOATS = ("bfloat16", "float16", "float32")
 PACKED = ("uint8", "int8")
@@ -265,6 +266,27 @@ def agreed_global_scale(expert: int, gate: SourceMatrix, up: SourceMatrix) -> np
         expected = f"one for gate and up, to a relative {GLOBAL_SCALE_TOLERANCE}"
         raise ValueError(_checks.message(f"global scales of expert {expert}", expected, got))
     return scales[0] if low > 0 else high
+
+
+def gate_and_up(
+    expert: int, projections: tuple[Projection, Projection], form: WeightFormat, cache: Cache
+) -> list[QuantizedMatrix]:
+    """An expert's gate and up in a format, one matrix each or, where they must be quantised under
+    one global scale, one for both.
+
+    Args:
+        expert: for messages.
+        projections: of gate and of up.
+        form: the target.
+        cache: of slices.
+    """
+    sources = [projection.source(cache) for projection in projections]
+    if all(projection.is_nvfp4 for projection in projections):
+        shared = agreed_global_scale(expert, *sources)
+        return [requantize(each, form)._replace(global_scale=shared) for each in sources]
+    if form.weight.has_global_scale:
+        return [requantize(stacked(*sources), form)]
+    return [requantize(each, form) for each in sources]
 
 
 def stacked(gate: SourceMatrix, up: SourceMatrix) -> SourceMatrix:
