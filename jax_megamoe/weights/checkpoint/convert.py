@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from jax_megamoe import _checks
 from jax_megamoe._files import is_same_file
 from jax_megamoe.config import ExpertSpec, padded_size
-from jax_megamoe.formats import as_weight_format
 from jax_megamoe.plan import families
 from jax_megamoe.weights.checkpoint.converted import save_experts
 from jax_megamoe.weights.checkpoint.dialects import MAX_EXPERTS, Dialect, Role
@@ -152,12 +151,11 @@ def stored_layer(source: Checkpoint, prefix: str, **fields: Any) -> tuple[Expert
         NotImplementedError: a scheme that does not run.
     """
     sizes = stored_sizes(source, prefix)
-    if fields.get("weight_format") is None:
+    form = fields.get("weight_format")
+    if form is None:
         quantization = read_quantization_config(source.path)
         scheme = layer_scheme(quantization, prefix, source.files, source.tensor)
         form = format_of(scheme, prefix=prefix)
-    else:
-        form = as_weight_format(fields["weight_format"])
     made: dict[str, Any] = dict(
         num_experts=sizes.num_experts,
         num_logical_experts=sizes.num_experts,
