@@ -108,7 +108,7 @@ def _differentiable(tokens: Tokens, parameters: Parameters, call: Call) -> Resul
 def _differentiable_fwd(
     tokens: Tokens, parameters: Parameters, call: Call
 ) -> tuple[Result, tuple[Tokens, Parameters]]:
-    if call.route is not None:
+    if isinstance(call.route, deep_gemm.Route):
         name = call.implementation
         expected = f"xla or reference where gradients are taken: {name} has none"
         hint = "pass implementation='xla'"
