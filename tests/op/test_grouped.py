@@ -214,9 +214,7 @@ def test_experts_beyond_the_sort_are_refused(hopper, monkeypatch):
     monkeypatch.setattr(grouped.layer, "MAX_EXPERTS", 3)
     config = cases.config("mxfp4", num_experts=4, top_k=2)
     moved = mm.to_layout(cases.weights(config), mm.GROUPED_BF16)
-    with pytest.raises(
-        ValueError, match="experts of a rank: expected at most 3 for "
-    ):
+    with pytest.raises(ValueError, match="experts of a rank: expected at most 3 for "):
         mm.mega_moe(**call_of(config, 3), weights=moved, config=config, implementation="grouped")
 
 
