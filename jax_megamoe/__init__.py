@@ -8,10 +8,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from jax_megamoe.config import Activation as Activation
+from jax_megamoe.config import ExpertSpec as ExpertSpec
 from jax_megamoe.config import MoEConfig as MoEConfig
 from jax_megamoe.formats import ACTIVATION_FORMATS as ACTIVATION_FORMATS
 from jax_megamoe.formats import BF16 as BF16
 from jax_megamoe.formats import FP8_BLOCK as FP8_BLOCK
+from jax_megamoe.formats import GROUPED_BF16 as GROUPED_BF16
+from jax_megamoe.formats import GROUPED_FP8 as GROUPED_FP8
+from jax_megamoe.formats import GROUPED_LAYOUTS as GROUPED_LAYOUTS
 from jax_megamoe.formats import MXFP4 as MXFP4
 from jax_megamoe.formats import MXFP8 as MXFP8
 from jax_megamoe.formats import NVFP4 as NVFP4

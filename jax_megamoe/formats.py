@@ -19,6 +19,17 @@ FLASHINFER_MXFP4, FLASHINFER_NVFP4 = "flashinfer_mxfp4", "flashinfer_nvfp4"
 """FlashInfer's SM90 kernels: rows as in interleave8, codes and scales in one array."""
 SGL_FP4 = "sgl_fp4"
 """Row order of sgl's NVFP4 kernel."""
+GROUPED_BF16, GROUPED_FP8 = "humming_bf16", "humming_fp8"
+GROUPED_LAYOUTS = MappingProxyType(
+    {
+        GROUPED_BF16: ("mxfp4", "mxfp8", "nvfp4", "fp8_block"),
+        GROUPED_FP8: ("mxfp4", "fp8_block"),
+    }
+)
+"""Layouts of the grouped products' weights, and the weight formats that they have."""
+
+GROUPED_ROWS = 256
+"""Rows of a matrix are padded to a multiple of this for the grouped products."""
 
 
 @dataclass(frozen=True)

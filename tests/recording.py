@@ -40,7 +40,7 @@ def parameter_bytes(cpp_type: str) -> int:
         return SYM_BUFFER_BYTES
     if re.search(r"TmaDescriptor|CUtensorMap", cpp_type):
         return 128
-    return 4
+    return 1 if cpp_type == "bool" else 4
 
 
 def fake_cubin(spec: str) -> bytes:

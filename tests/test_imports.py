@@ -33,15 +33,16 @@ ROOMS = {
         "families.vllm_sm100_bf16 families.flashinfer_heuristics families.flashinfer_buffer "
         "families.flashinfer_limits families.flashinfer_launch families.flashinfer_sm90 "
         "families.flashinfer_sm90_mxfp4_block families.flashinfer_sm90_nvfp4_block families "
-        "choice planner",
+        "choice grouped.product grouped.humming_memory grouped.humming_instruction "
+        "grouped.humming_unit grouped.humming grouped.tiles grouped.layer grouped planner",
     ),
     "weights": (
         "_checks _files config formats mesh numerics plan",
         "checkpoint.families checkpoint.fields checkpoint.patterns checkpoint.dialects "
         "checkpoint.header checkpoint.tensors layout flashinfer_layout flashinfer_factors packed "
-        "params requantize checkpoint.buffers checkpoint.projection checkpoint.select experts "
-        "relayout move checkpoint.converted checkpoint.gather checkpoint.load "
-        "checkpoint.block_tensors checkpoint.convert checkpoint",
+        "grouped params regroup requantize checkpoint.buffers checkpoint.projection "
+        "checkpoint.select experts relayout move checkpoint.converted checkpoint.gather "
+        "checkpoint.load checkpoint.block_tensors checkpoint.convert checkpoint",
     ),
     "routing": ("_checks config mesh numerics weights", "router replicas rebalance stats"),
     "compile": (
@@ -51,12 +52,13 @@ ROOMS = {
     "runtime": ("_checks compile plan", "devices extension"),
     "symmetric_memory": ("_checks compile mesh runtime", "processes cuda peer"),
     "launch": (
-        "_checks compile config mesh numerics plan routing runtime symmetric_memory weights",
-        "launcher facts factors runnable deep_gemm",
+        "_checks compile config formats mesh numerics plan routing runtime symmetric_memory "
+        "weights",
+        "launcher facts factors runnable deep_gemm grouped",
     ),
     "op": (
         "_checks config formats launch mesh numerics plan routing symmetric_memory weights",
-        "staged_tokens reference xla exporting transforms mega_moe",
+        "staged_tokens reference exchange xla grouped exporting transforms mega_moe",
     ),
     "nn": (
         "_checks config formats launch mesh numerics op plan routing weights",

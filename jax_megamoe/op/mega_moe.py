@@ -15,7 +15,8 @@ from jaxtyping import Array, BFloat16, Bool, Float32, Int32
 
 from jax_megamoe import _checks, symmetric_memory
 from jax_megamoe.config import MoEConfig
-from jax_megamoe.launch import deep_gemm
+from jax_megamoe.formats import GROUPED_LAYOUTS
+from jax_megamoe.launch import deep_gemm, grouped
 from jax_megamoe.mesh import axis_names
 from jax_megamoe.op.transforms import (
     Axis,
@@ -33,8 +34,9 @@ from jax_megamoe.routing.replicas import ReplicaMap
 from jax_megamoe.routing.stats import capture
 from jax_megamoe.weights.params import ExpertWeights, check_weights
 
+GROUPED = "grouped"
 PORTABLE = ("xla", "reference")
-"""Implementations without a kernel; the others are those of the kernel families."""
+"""Implementations without a kernel; the others are those of the kernel families, and GROUPED."""
 
 _log = logging.getLogger("jax_megamoe")
 
@@ -65,11 +67,12 @@ def mega_moe(  # noqa: PLR0913 (one keyword for each thing a call may need)
     A top-k weight of 0 does not mask an expert (0 times an overflowed hidden value is NaN, as in
     the kernels): use the id -1.
 
-    Derivatives: `xla` and `reference` have reverse-mode gradients for `x` and `topk_weights`, and
-    for what `shared_experts` closes over. They are straight-through: every rounding, to BF16 and to
-    a block format, counts as the identity, also where it saturates. Parameters are constants (float
-    ones get zeros). The backward pass quantises, exchanges and multiplies again, an expert at a
-    time; only the arguments are kept for it. `deep_gemm` has none and says so.
+    Derivatives: `xla`, `reference` and `grouped`, whose backward pass is `xla`'s, have reverse-mode
+    gradients for `x` and `topk_weights`, and for what `shared_experts` closes over. They are
+    straight-through: every rounding, to BF16 and to a block format, counts as the identity, also
+    where it saturates. Parameters are constants (float ones get zeros). The backward pass
+    quantises, exchanges and multiplies again, an expert at a time; only the arguments are kept for
+    it. `deep_gemm` has none and says so.
 
     `jax.vmap` over tokens, ids, top-k weights and masks makes one call with the rows of all
     elements, which together must not exceed max_num_tokens; over weights or `eplb`, or with
@@ -91,8 +94,8 @@ def mega_moe(  # noqa: PLR0913 (one keyword for each thing a call may need)
         eplb: where replicas are; None: slot p holds logical expert p % num_logical_experts.
         shared_experts: an unfused shared expert: its value for x, padded rows 0, is added. An
             error where `weights` hold a fused one.
-        implementation: ``"deep_gemm"``, ``"xla"`` or ``"reference"``; None for the fastest that
-            runs here. A named one never falls back.
+        implementation: ``"deep_gemm"``, ``"grouped"``, ``"xla"`` or ``"reference"``; None for the
+            fastest that runs here with weights in this layout. A named one never falls back.
         return_stats: also return the tokens of each local expert.
         name: what a `capture_routing` callback is told.
 
@@ -273,9 +276,13 @@ def _choose(
     if implementation in PORTABLE:
         return call._replace(implementation=implementation)
     if implementation is not None:
-        known = (*families.implementations(), *PORTABLE)
+        known = (*families.implementations(), GROUPED, *PORTABLE)
         _checks.one_of("implementation", implementation, known)
-    route = _route(call, weights, x, implementation)
+    by_layout = implementation is None and weights.layout in GROUPED_LAYOUTS
+    if by_layout or implementation == GROUPED:
+        route = _grouped_route(call, weights, x)
+    else:
+        route = _route(call, weights, x, implementation)
     if not isinstance(route, Refusal):
         return call._replace(implementation=route.implementation, route=route)
     if implementation is not None:
@@ -311,4 +318,16 @@ def _route(
         weights=weights,
         num_tokens=x.shape[0] if place.inside else x.shape[0] // place.num_ranks,
         implementation=implementation,
+    )
+
+
+def _grouped_route(call: Call, weights: ExpertWeights, x: Any) -> grouped.GroupedRoute | Refusal:
+    place = call.place
+    device = deep_gemm.default_device()
+    if place.axis is None and isinstance(x, jax.Array) and not isinstance(x, Tracer):
+        device = min(x.devices(), key=lambda device: device.id)
+    elif isinstance(place.mesh, Mesh):
+        device = place.mesh.devices.flat[0]
+    return grouped.try_route(
+        call.config, device, weights, num_tokens=x.shape[0], num_ranks=place.num_ranks
     )

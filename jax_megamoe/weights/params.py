@@ -9,9 +9,16 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_megamoe import _checks
-from jax_megamoe.config import MoEConfig
-from jax_megamoe.formats import INTERLEAVE_8, WEIGHT_FORMATS, Recipe, WeightSpec
+from jax_megamoe.config import ExpertSpec, MoEConfig
+from jax_megamoe.formats import (
+    GROUPED_LAYOUTS,
+    INTERLEAVE_8,
+    WEIGHT_FORMATS,
+    Recipe,
+    WeightSpec,
+)
 from jax_megamoe.plan import families
+from jax_megamoe.weights import grouped
 from jax_megamoe.weights.packed import PACKED_LAYOUTS
 
 _META_FIELDS = ("format", "layout", "max_input_scale")
@@ -42,7 +49,8 @@ class ExpertWeights:
             fp8_block: float32 [E, 2I / 128, H / 128], gate rows then up rows; bf16: None.
         w2_weight_scale: int32 [E, I / (4 g), H]; fp8_block: float32 [E, H / 128, I / 128].
         w13_weight_scale_2: float32 [E], NVFP4's global scale of gate and up; FlashInfer's layouts:
-            the factor of the first matmul's result.
+            the factor of the first matmul's result. MXFP4 in ``"humming_fp8"``: the second scale,
+            float32 [E] or bfloat16 [E, 2I].
         w2_weight_scale_2: float32 [E], the same of down.
         w2_input_scale: float32 [E], the scale of the second matmul's input in NVFP4; the largest
             over all experts is used, 1.0 when all are 0.
@@ -52,7 +60,9 @@ class ExpertWeights:
             shared expert, [2S, H] and [H, S] with their scales; None for none.
         format: name of the weight format.
         layout: row order of w13 and how scales are stored, ``"interleave8"``, ``"sgl_fp4"``,
-            ``"flashinfer_mxfp4"`` or ``"flashinfer_nvfp4"``.
+            ``"flashinfer_mxfp4"`` or ``"flashinfer_nvfp4"``; or ``"humming_bf16"`` or
+            ``"humming_fp8"``, layouts of the implementation ``grouped`` with shapes of their own
+            (`jax_megamoe.to_layout`).
         max_input_scale: the largest w2_input_scale of all experts (1.0 when all are 0) as a number:
             vllm's NVFP4 kernel takes it by value, so it is static and layers that differ in it are
             traced apart, and stacked ones want it replaced by None. `with_max_input_scale` sets it
@@ -132,13 +142,17 @@ def with_max_input_scale(weights: ExpertWeights) -> ExpertWeights:
     return replace(weights, max_input_scale=largest if largest > 0 else 1.0)
 
 
-def default_layout(config: MoEConfig) -> str:
+def default_layout(config: ExpertSpec) -> str:
     """The layout that the config's kernels read: w13's row order, and whether scales lie among the
     codes; the preferred kernel's where they differ.
 
     NVFP4's do: sgl's unless another is named, or a fused shared expert or an activation is asked
-    for that only vllm's has.
+    for that only vllm's has. Where no activation and no source is named, a fused shared expert
+    decides alone: it is always in interleave8, and the kernels that fuse it read all experts so.
     """
+    if not isinstance(config, MoEConfig):
+        orders = families.layouts(config.recipe)
+        return orders[0] if orders and not config.num_shared_experts else INTERLEAVE_8
     family = families.default_family(config)
     return INTERLEAVE_8 if family is None else family.w13_layout
 
@@ -151,6 +165,10 @@ def recipe_for(config: MoEConfig, weights: ExpertWeights) -> Recipe:
     where the other runs, outputs are 6 to 11 % off.
     """
     recipe = config.recipe
+    if weights.layout in GROUPED_LAYOUTS:
+        # The first product's result is BF16 whatever the recipe.
+        rounding = replace(recipe.rounding, rounds_gate_up=True, power_of_two_scales=False)
+        return replace(recipe, rounding=rounding)
     readers = (f for f in families.of_recipe(recipe) if f.w13_layout == weights.layout)
     family = next(readers, None)
     if family is None or family.rounding is None:
@@ -159,18 +177,25 @@ def recipe_for(config: MoEConfig, weights: ExpertWeights) -> Recipe:
 
 
 def parameter_shapes(
-    config: MoEConfig, num_experts: int | None = None
+    config: ExpertSpec,
+    num_experts: int | None = None,
+    layout: str | None = None,
+    *,
+    by_row: bool = False,
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape and dtype of every parameter the config's layer may hold, by field name.
 
     Args:
         config: the layer.
         num_experts: leading size of the routed parameters; None: all physical experts.
+        layout: of the routed matrices; None: the config's default.
+        by_row: whether MXFP4 in ``"humming_fp8"`` has second scales of rows.
     """
     experts = config.num_experts if num_experts is None else num_experts
     hidden, inter = config.hidden_size, config.intermediate_size
     recipe, spec = config.recipe, config.weight_format.weight
-    packed = PACKED_LAYOUTS.get(default_layout(config))
+    layout = default_layout(config) if layout is None else layout
+    packed = PACKED_LAYOUTS.get(layout)
     shapes: dict[str, jax.ShapeDtypeStruct] = {}
     for name, rows, columns in (("w13_weight", 2 * inter, hidden), ("w2_weight", hidden, inter)):
         if packed is None:
@@ -180,6 +205,11 @@ def parameter_shapes(
             shapes[name] = jax.ShapeDtypeStruct(shape, jnp.uint8)
         if packed is not None or spec.has_global_scale:
             shapes[f"{name}_scale_2"] = jax.ShapeDtypeStruct((experts,), jnp.float32)
+    if layout in GROUPED_LAYOUTS:
+        form = config.weight_format
+        found = grouped.shapes(form, layout, hidden, inter, experts, by_row=by_row)
+        for name, (shape, dtype) in found.items():
+            shapes[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     if recipe.activations.has_global_scale:
         shapes["w2_input_scale"] = jax.ShapeDtypeStruct((experts,), jnp.float32)
     shapes["w13_bias"] = jax.ShapeDtypeStruct((experts, 2 * inter), jnp.float32)
@@ -214,7 +244,7 @@ def _matrix(
 
 
 def check_weights(
-    config: MoEConfig, weights: ExpertWeights, num_experts: int | None = None
+    config: ExpertSpec, weights: ExpertWeights, num_experts: int | None = None
 ) -> None:
     """Checks that `weights` are this config's parameters.
 
@@ -240,8 +270,11 @@ def check_weights(
             )
         )
     layouts = families.layouts(config.recipe) or (INTERLEAVE_8,)
+    layouts += tuple(name for name, forms in GROUPED_LAYOUTS.items() if weights.format in forms)
     _checks.one_of("weights.layout", weights.layout, layouts)
-    expected_shapes = parameter_shapes(config, num_experts)
+    by_row = getattr(weights.w13_weight_scale_2, "ndim", 1) == 2
+    layout = weights.layout if weights.layout in GROUPED_LAYOUTS else None
+    expected_shapes = parameter_shapes(config, num_experts, layout, by_row=by_row)
     arrays = weights.arrays()
     _check_presence(arrays, expected_shapes)
     for name, array in arrays.items():

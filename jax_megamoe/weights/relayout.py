@@ -10,15 +10,22 @@ from jax import lax
 from jaxtyping import Array
 
 from jax_megamoe import _checks
-from jax_megamoe.formats import FLASHINFER_MXFP4, FLASHINFER_NVFP4, INTERLEAVE_8, SGL_FP4
+from jax_megamoe.formats import (
+    FLASHINFER_MXFP4,
+    FLASHINFER_NVFP4,
+    GROUPED_LAYOUTS,
+    INTERLEAVE_8,
+    SGL_FP4,
+)
 from jax_megamoe.weights import layout as layouts
 from jax_megamoe.weights.experts import ROUNDED, counted
 from jax_megamoe.weights.packed import PACKED_LAYOUTS
 from jax_megamoe.weights.params import ExpertWeights, with_max_input_scale
+from jax_megamoe.weights.regroup import from_grouped, to_grouped
 
 
 def to_layout(weights: ExpertWeights, layout: str) -> ExpertWeights:
-    """NVFP4 or MXFP4 parameters in the layout of another kernel.
+    """Parameters in the layout of another kernel.
 
     sgl's and vllm's NVFP4 kernels read different row orders, which hold exactly the same values.
     FlashInfer's kernels read codes and scales from one array, for the recipes mxfp4_block and
@@ -26,17 +33,30 @@ def to_layout(weights: ExpertWeights, layout: str) -> ExpertWeights:
     rounded; of NVFP4, scales that leave E4M3's normal numbers. A warning counts them. Each expert's
     rows stay where it is.
 
+    The implementation ``grouped`` has layouts of its own: ``"humming_fp8"`` beside fp8_block
+    activations, else ``"humming_bf16"``. MXFP4 in the first keeps 12 powers of two of its block
+    scales under a second scale, of a matrix where that changes no value, else of a row; blocks
+    further below their row's largest are rounded.
+
     Args:
         weights: the parameters of a layer.
         layout: ``"sgl_fp4"`` for sgl's NVFP4 kernel, ``"interleave8"`` for vllm's and for the
-            recipe mxfp4, ``"flashinfer_mxfp4"`` or ``"flashinfer_nvfp4"`` for FlashInfer's.
+            recipe mxfp4, ``"flashinfer_mxfp4"`` or ``"flashinfer_nvfp4"`` for FlashInfer's,
+            ``"humming_fp8"`` or ``"humming_bf16"`` for implementation grouped.
 
     Raises:
         ValueError: an unknown layout, or one that the format has not.
     """
-    _checks.one_of("layout", layout, layouts.W13_LAYOUTS)
+    _checks.one_of("layout", layout, (*layouts.W13_LAYOUTS, *GROUPED_LAYOUTS))
     if layout == weights.layout:
         return weights
+    if weights.layout in GROUPED_LAYOUTS:
+        return to_layout(from_grouped(weights), layout)
+    if layout in GROUPED_LAYOUTS:
+        plain = weights
+        if weights.layout in PACKED_LAYOUTS:
+            plain = to_layout(weights, INTERLEAVE_8)
+        return to_grouped(plain, layout)
     known = _LAYOUTS_OF.get(weights.format, (INTERLEAVE_8,))
     _checks.one_of(f"layout of {weights.format}", layout, known)
     if layout in PACKED_LAYOUTS or weights.layout in PACKED_LAYOUTS:

@@ -149,7 +149,7 @@ def test_python_without_pip(monkeypatch, tmp_path, index, cache):
     [
         (
             ("jax_megamoe",),
-            r"source: expected one of \['sgl', 'vllm', 'flashinfer'\], got 'jax_megamoe'",
+            r"expected one of \['sgl', 'vllm', 'flashinfer', 'humming'\], got 'jax_megamoe'",
         ),
         (("vllm", "0.32.0"), r"version of vllm: expected one of \['0\.33\.0'\], got '0\.32\.0'"),
         (("sgl", ">0"), r"version of sgl: expected one of \['0\.2\.5'\], got '>0'"),

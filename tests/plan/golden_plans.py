@@ -25,6 +25,7 @@ from jax_megamoe.plan.families import (
     vllm_sm100_nvfp4,
 )
 from jax_megamoe.plan.launch import (
+    Bool,
     Float32,
     KernelArgument,
     KernelLaunch,
@@ -270,6 +271,8 @@ def _argument_record(argument: KernelArgument, rank: int) -> Record:
     match argument:
         case Pointer():
             record["ptr"] = _base(argument.operand, argument.name)
+        case Bool():
+            record["bool"] = argument.value
         case Uint32():
             record["u32"] = argument.value
         case Float32():

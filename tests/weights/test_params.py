@@ -121,7 +121,8 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"layout": "halves"},
         ValueError,
-        r"weights.layout: expected one of \['sgl_fp4', 'interleave8'\], got 'halves'",
+        r"weights.layout: expected one of \['sgl_fp4', 'interleave8', 'humming_bf16'\], got "
+        r"'halves'",
     ),
     ({"w2_weight": None}, ValueError, r"weights.w2_weight: expected an array, got None"),
     ({"w13_weight": None}, ValueError, r"weights.w13_weight: expected an array, got None"),
@@ -193,7 +194,7 @@ def test_refused_for_the_config() -> None:
     message = r"^weights.w2_input_scale: expected None: this config has no such parameter, got"
     with pytest.raises(ValueError, match=message):
         check_weights(mxfp8, superfluous)
-    message = r"^weights.layout: expected one of \['interleave8'\], got 'sgl_fp4'$"
+    message = r"^weights.layout: expected one of \['interleave8', 'humming_bf16'\], got 'sgl_fp4'$"
     with pytest.raises(ValueError, match=message):
         check_weights(mxfp8, dataclasses.replace(weights, layout="sgl_fp4"))
     message = r"^weights.w13_weight: expected shape \[2, 256, 256\], got shape \[16, 256, 256\]$"
