@@ -44,17 +44,13 @@ def storage_of(hf_config: Fields, decides_format: bool) -> Storage:
 
 
 def format_of_layer(
-    hf_config: Fields,
-    prefix: str,
-    layer_index: int | None,
-    device: jax.Device | None,
-    forced: str | WeightFormat | None,
+    hf_config: Fields, prefix: str, layer_index: int | None, device: jax.Device | None
 ) -> WeightFormat:
     """`select_format` before a checkpoint is seen, its names taken to be the family's own.
 
     Of layers that are stored alike, its warning says the same for each.
     """
     experts = "" if layer_index is None else f"{prefix.format(layer_index)}.experts"
-    if forced is None and stored_scheme(hf_config, experts) == stored_scheme(hf_config):
+    if stored_scheme(hf_config, experts) == stored_scheme(hf_config):
         experts = ""
-    return select_format(hf_config, device, forced, prefix=experts)
+    return select_format(hf_config, device, prefix=experts)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from jax_megamoe.config import MoEConfig
+from jax_megamoe.config import ExpertSpec, MoEConfig
 from jax_megamoe.plan.choice import Absent, choose
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.refusal import Refusal, missing
@@ -25,7 +25,7 @@ _SIZES = 256
 """Multiples of this are tried for hidden and intermediate size."""
 
 
-def unfoldable(config: MoEConfig) -> Refusal | None:
+def unfoldable(config: ExpertSpec) -> Refusal | None:
     """Why a config's recipe holds no bias exactly in columns; None where it does.
 
     fp8_block weights have one scale for 128 rows of biases, NVFP4 weights an E4M3 one under a
@@ -40,7 +40,7 @@ def unfoldable(config: MoEConfig) -> Refusal | None:
     return missing("recipe", expected, recipe.name, hint)
 
 
-def first_column(config: MoEConfig, hidden_size: int) -> int | None:
+def first_column(config: ExpertSpec, hidden_size: int) -> int | None:
     """The first column of the biases, a multiple of their number; None: too few columns.
 
     Args:

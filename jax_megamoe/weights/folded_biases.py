@@ -30,7 +30,7 @@ from jax.core import Tracer
 from jaxtyping import Array, BFloat16, Float32, Int32, UInt8
 
 from jax_megamoe import _checks
-from jax_megamoe.config import MoEConfig
+from jax_megamoe.config import ExpertSpec
 from jax_megamoe.formats import GROUPED_LAYOUTS
 from jax_megamoe.plan.folding import COLUMNS, first_column, unfoldable
 from jax_megamoe.weights.layout import UTCCP
@@ -146,7 +146,7 @@ def _whole(sign: Array, half_units: Array, exponents: Array) -> Array:
     return lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
 
 
-def fold_biases(config: MoEConfig, weights: ExpertWeights, hidden_size: int) -> ExpertWeights:
+def fold_biases(config: ExpertSpec, weights: ExpertWeights, hidden_size: int) -> ExpertWeights:
     """Parameters whose first biases stand in columns of w13 that multiply zeros otherwise.
 
     `mega_moe` puts the constant into the tokens' columns and adds the second biases to the
@@ -196,7 +196,7 @@ def unfold_biases(weights: ExpertWeights) -> ExpertWeights:
     return replace(weights, **fields, w13_weight_scale=plain.get("scale"))
 
 
-def _column(config: MoEConfig, weights: ExpertWeights, hidden_size: int) -> int:
+def _column(config: ExpertSpec, weights: ExpertWeights, hidden_size: int) -> int:
     reason = unfoldable(config)
     if reason is not None:
         raise reason.error()
