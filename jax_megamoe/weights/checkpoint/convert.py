@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from jax_megamoe import _checks
 from jax_megamoe._files import is_same_file
 from jax_megamoe.config import MoEConfig, padded_size
-from jax_megamoe.formats import as_weight_format
 from jax_megamoe.weights.checkpoint.converted import save_experts
 from jax_megamoe.weights.checkpoint.dialects import MAX_EXPERTS, Dialect, Role
 from jax_megamoe.weights.checkpoint.families import GateUpOrder
@@ -140,7 +139,7 @@ def stored_layer(source: Checkpoint, prefix: str, **fields: Any) -> tuple[MoECon
         scheme = layer_scheme(quantization, prefix, source.files, source.tensor)
         form = format_of(scheme, prefix=prefix)
     else:
-        form = as_weight_format(fields["weight_format"])
+        form = fields["weight_format"]  # the name of a recipe too
     made: dict[str, Any] = dict(
         num_experts=sizes.num_experts,
         num_logical_experts=sizes.num_experts,
