@@ -1,4 +1,4 @@
-"""Checkpoints into FlashInfer's layouts: as loading for another kernel and moving, or quantising."""
+"""Checkpoints into FlashInfer's layouts: as loading for another kernel and moving them."""
 
 import logging
 from pathlib import Path
@@ -62,7 +62,7 @@ def test_saved_and_loaded(tmp_path: Path, rng: np.random.Generator, form: str) -
     weights = load(files.per_expert(files.SOURCES[form](rng, E, H, INTER)), cfg)
     mm.save_experts(tmp_path / "layer.safetensors", cfg, weights)
     assert_same(mm.load_converted(tmp_path / "layer.safetensors", cfg), weights)
-    with pytest.raises(ValueError, match="layout of layer.safetensors: expected '.*', got 'flash"):
+    with pytest.raises(ValueError, match=r"layout of layer.safetensors: expected '.*', got 'flash"):
         mm.load_converted(tmp_path / "layer.safetensors", config(form))
 
 
