@@ -146,8 +146,8 @@ class MegaMoEBlock(nnx.Module):
             mesh: see `MegaMoEBlock`, as for axis and implementation.
             axis: see there.
             max_num_tokens: most tokens a rank passes in one call.
-            weight_format: of the experts; None: as the checkpoint stores them, see `select_format`.
-                Which layers the config excludes from quantisation is certain after `load` only.
+            weight_format: see `MoEConfig`; None: as the checkpoint stores the experts. Which layers
+                its config excludes from quantisation is certain after `load` only.
             implementation: see there.
             rngs: source of random parameters; None: the block has shapes alone, for `load`.
             **config: further fields of `MoEConfig`, such as num_experts for more physical than
@@ -162,7 +162,7 @@ class MegaMoEBlock(nnx.Module):
         raw = read_hf_config(hf_config)
         spec = block_spec(raw, layer_index)
         device = None if mesh is None else mesh.devices.flat[0]
-        form = storage.format_of_layer(raw, spec.prefix, layer_index, device, weight_format)
+        form = weight_format or storage.format_of_layer(raw, spec.prefix, layer_index, device)
         hidden_size, intermediate_size = spec.padded_sizes
         logical = spec.router.num_experts
         sizes: dict[str, Any] = dict(

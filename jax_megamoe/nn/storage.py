@@ -49,18 +49,12 @@ def storage_of(hf_config: Fields, decides_format: bool) -> Storage:
 
 
 def format_of_layer(
-    hf_config: Fields,
-    prefix: str,
-    layer_index: int | None,
-    device: jax.Device | None,
-    forced: str | WeightFormat | None,
-) -> str | WeightFormat:
+    hf_config: Fields, prefix: str, layer_index: int | None, device: jax.Device | None
+) -> WeightFormat:
     """`select_format` before a checkpoint is seen, its names taken to be the family's own.
 
     Of layers that are stored alike, its warning says the same for each.
     """
-    if forced is not None:
-        return forced  # the name of a recipe too, as `MoEConfig` checks
     experts = "" if layer_index is None else f"{prefix.format(layer_index)}.experts"
     if stored_scheme(hf_config, experts) == stored_scheme(hf_config):
         experts = ""

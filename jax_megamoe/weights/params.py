@@ -9,7 +9,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_megamoe import _checks
-from jax_megamoe.config import MoEConfig
+from jax_megamoe.config import ExpertSpec, MoEConfig
 from jax_megamoe.formats import (
     GROUPED_LAYOUTS,
     INTERLEAVE_8,
@@ -142,13 +142,17 @@ def with_max_input_scale(weights: ExpertWeights) -> ExpertWeights:
     return replace(weights, max_input_scale=largest if largest > 0 else 1.0)
 
 
-def default_layout(config: MoEConfig) -> str:
+def default_layout(config: ExpertSpec) -> str:
     """The layout that the config's kernels read: w13's row order, and whether scales lie among the
     codes; the preferred kernel's where they differ.
 
     NVFP4's do: sgl's unless another is named, or a fused shared expert or an activation is asked
-    for that only vllm's has.
+    for that only vllm's has. Where no activation and no source is named, a fused shared expert
+    decides alone: it is always in interleave8, and the kernels that fuse it read all experts so.
     """
+    if not isinstance(config, MoEConfig):
+        orders = families.layouts(config.recipe)
+        return orders[0] if orders and not config.num_shared_experts else INTERLEAVE_8
     family = families.default_family(config)
     return INTERLEAVE_8 if family is None else family.w13_layout
 
@@ -173,7 +177,7 @@ def recipe_for(config: MoEConfig, weights: ExpertWeights) -> Recipe:
 
 
 def parameter_shapes(
-    config: MoEConfig,
+    config: ExpertSpec,
     num_experts: int | None = None,
     layout: str | None = None,
     *,
@@ -240,7 +244,7 @@ def _matrix(
 
 
 def check_weights(
-    config: MoEConfig, weights: ExpertWeights, num_experts: int | None = None
+    config: ExpertSpec, weights: ExpertWeights, num_experts: int | None = None
 ) -> None:
     """Checks that `weights` are this config's parameters.
 

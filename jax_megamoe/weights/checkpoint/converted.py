@@ -20,7 +20,8 @@ from jax.sharding import Mesh
 
 from jax_megamoe import _checks
 from jax_megamoe._files import replaced
-from jax_megamoe.config import MoEConfig
+from jax_megamoe.config import ExpertSpec, MoEConfig
+from jax_megamoe.plan import families
 from jax_megamoe.weights.checkpoint.buffers import Placement, place
 from jax_megamoe.weights.checkpoint.header import DTYPES, StoredTensor, read_header
 from jax_megamoe.weights.params import (
@@ -39,7 +40,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _SIZES = ("num_experts", "hidden_size", "intermediate_size", "num_shared_experts")
 
 
-def save_experts(path: str | Path, config: MoEConfig, weights: ExpertWeights) -> None:
+def save_experts(path: str | Path, config: ExpertSpec, weights: ExpertWeights) -> None:
     """Writes parameters as they are to `path`, one array after another.
 
     The file appears whole, at the end, in place of an existing one; after an error that is as it
@@ -70,7 +71,7 @@ def save_experts(path: str | Path, config: MoEConfig, weights: ExpertWeights) ->
 
 def load_converted(
     path: str | Path,
-    config: MoEConfig,
+    config: ExpertSpec,
     *,
     mesh: Mesh | None = None,
     axis: str | tuple[str, ...] | None = None,
@@ -79,7 +80,8 @@ def load_converted(
 
     Args:
         path: the file, which may be replaced or removed once this returns.
-        config: the layer, of the format, layout and sizes in the file.
+        config: the layer, of the format, layout and sizes in the file; of an `ExpertSpec`, which
+            names no kernel, any layout is right.
         mesh: shards the experts over `axis`; None: all on the default device.
         axis: the mesh axis, or axes.
 
@@ -91,7 +93,12 @@ def load_converted(
     """
     path = Path(path)
     tensors, metadata = read_header(path)
-    expected = _metadata(config, default_layout(config))
+    layout = default_layout(config)
+    if not isinstance(config, MoEConfig) and metadata.get("layout") in families.layouts(
+        config.recipe
+    ):
+        layout = metadata["layout"]
+    expected = _metadata(config, layout)
     for key, value in expected.items():
         if metadata.get(key) != value:
             raise ValueError(
@@ -107,7 +114,6 @@ def load_converted(
     structs: dict[str, Any] = {
         name: jax.ShapeDtypeStruct(each.shape, each.dtype) for name, each in tensors.items()
     }
-    layout = default_layout(config)
     missing = {name: None for name in ("w13_weight", "w2_weight") if name not in tensors}
     weights = ExpertWeights(**structs, **missing, format=config.weight_format.name, layout=layout)
     # Before a tensor is read.
@@ -121,7 +127,7 @@ def _copied(tensor: StoredTensor, placement: Placement) -> jax.Array:
     return placement.to_devices(tensor.name, tensor.shape, lambda part: tensor.read_rows(*part))
 
 
-def _metadata(config: MoEConfig, layout: str) -> dict[str, str]:
+def _metadata(config: ExpertSpec, layout: str) -> dict[str, str]:
     fused = config.shared_format if config.num_shared_experts else None
     known = dict(
         jax_megamoe_version=FILE_VERSION,
