@@ -83,5 +83,11 @@ def config_in_format(
     config: MoEConfig, form: WeightFormat, mesh: Mesh | None, axis: Axis | None, keep: bool
 ) -> MoEConfig:
     """`config_in_place` with other weights, and without a fused shared expert."""
-    plain = replace(config, num_shared_experts=0, shared_format=None, activation_format=None)
-    return config_in_place(replace(plain, weight_format=form), mesh, axis, keep)
+    stored = replace(
+        config,
+        weight_format=form,
+        activation_format=None,
+        num_shared_experts=0,
+        shared_format=None,
+    )
+    return config_in_place(stored, mesh, axis, keep)
