@@ -66,9 +66,6 @@ EMULATED = {
 }
 """A kernel executed by the emulator (tests/emulator) against `reference`."""
 
-EMULATED_SGL_NVFP4 = Agreement(norm=0.12, token=0.3)
-"""sgl's NVFP4 kernel rounds the hidden value after the top-k weight, `reference` before it."""
-
 
 class Accuracy(NamedTuple):
     """The layer against exact arithmetic: plain SwiGLU, normal tokens and weights.
