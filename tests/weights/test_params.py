@@ -33,7 +33,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("form", cases.FORMATS)
+@pytest.mark.parametrize("form", cases.RECIPES)
 def test_shapes(form: str) -> None:
     storage, w13, scale_dtype, w13_scale, w2, w2_scale = SHAPES[form]
     shapes = parameter_shapes(cases.config(form))
@@ -205,7 +205,7 @@ def test_refused_for_the_config() -> None:
         check_weights(mxfp8, {"w13_weight": np.zeros(3)})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("form", cases.FORMATS)
+@pytest.mark.parametrize("form", cases.RECIPES)
 def test_accepted_with_and_without_shared_and_biases(form: str) -> None:
     plain = cases.config(form)
     check_weights(plain, cases.weights(plain))
