@@ -74,6 +74,7 @@ class MegaMoE(nnx.Module):
         self.implementation = implementation
         self.layout = weights.layout
         self.max_input_scale = weights.max_input_scale
+        self.bias_column = weights.bias_column
         specs = weights.partition_specs(axis) if mesh is not None and axis is not None else None
         for name in ARRAY_FIELDS:
             array = getattr(weights, name)
@@ -89,6 +90,7 @@ class MegaMoE(nnx.Module):
             format=self.config.weight_format.name,
             layout=self.layout,
             max_input_scale=self.max_input_scale,
+            bias_column=self.bias_column,
         )
 
     def __call__(

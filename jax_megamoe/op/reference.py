@@ -17,6 +17,7 @@ from jax_megamoe.numerics.tokens import QuantizedTokens
 from jax_megamoe.op.staged_tokens import StagedTokens, physical_routing, stage
 from jax_megamoe.routing.replicas import ReplicaMap
 from jax_megamoe.weights.experts import dequantize_biases, dequantize_experts, dequantize_shared
+from jax_megamoe.weights.folded_biases import unfold_biases
 from jax_megamoe.weights.params import ExpertWeights, check_weights, recipe_for
 
 _einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
@@ -60,6 +61,7 @@ def einsum_moe(
         ValueError, TypeError: `weights` are not the config's.
     """
     check_weights(config, weights)
+    weights = unfold_biases(weights)
     if padding_mask is not None:
         x = jnp.where(padding_mask[:, None], jnp.zeros_like(x), x)  # else NaN in the gradients
     if exact:

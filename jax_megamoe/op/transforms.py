@@ -24,8 +24,8 @@ from jax_megamoe.launch.grouped import GroupedRoute
 from jax_megamoe.mesh import Axis, reshard, vary, varying_axes
 from jax_megamoe.numerics import expert
 from jax_megamoe.numerics.tokens import quantize_tokens
-from jax_megamoe.op import grouped, reference, xla
-from jax_megamoe.op.staged_tokens import StagedTokens, stage
+from jax_megamoe.op import bias_columns, grouped, reference, xla
+from jax_megamoe.op.staged_tokens import StagedTokens, physical_routing, stage
 from jax_megamoe.routing.replicas import ReplicaMap
 from jax_megamoe.weights.params import ExpertWeights, recipe_for
 
@@ -180,6 +180,30 @@ def _folding_batches(local: Callable[..., Any], call: Call) -> Callable[..., Any
 
 def _forward(tokens: Tokens, parameters: Parameters, call: Call) -> Result:
     """One rank's part of the call."""
+    weights = parameters.weights
+    if weights.bias_column is None:
+        return _unfolded_forward(tokens, parameters, call)
+    given = tokens._replace(x=bias_columns.with_constant(tokens.x, weights))
+    own = parameters._replace(weights=bias_columns.without_second(weights))
+    y, counts = _unfolded_forward(given, own, call)
+    with jax.named_scope("mega_moe/second_biases"):
+        return bias_columns.plus_second(
+            y, *_physical(tokens, parameters, call), weights, call.place.axis
+        ), counts
+
+
+def _physical(tokens: Tokens, parameters: Parameters, call: Call) -> tuple[Array, Array]:
+    return physical_routing(
+        tokens.topk_ids,
+        tokens.topk_weights,
+        config=call.config,
+        padding_mask=tokens.padding_mask,
+        eplb=parameters.eplb,
+    )
+
+
+def _unfolded_forward(tokens: Tokens, parameters: Parameters, call: Call) -> Result:
+    """One rank's part of a call whose first biases, if any, the experts add themselves."""
     config, place, weights = call.config, call.place, parameters.weights
     if call.route is not None:
         return _launch(tokens, parameters, call)
@@ -240,6 +264,22 @@ def _backward(
     rows: tuple[Tokens, BFloat16[Array, "tokens hidden"]], parameters: Parameters, call: Call
 ) -> tuple[BFloat16[Array, "tokens hidden"], Float32[Array, "tokens top_k"]]:
     """One rank's gradients of x and topk_weights; 0 in padded rows, whatever they hold."""
+    tokens, cotangent = rows
+    weights = parameters.weights
+    if weights.bias_column is None:
+        return _unfolded_backward(rows, parameters, call)
+    given = tokens._replace(x=bias_columns.with_constant(tokens.x, weights))
+    own = parameters._replace(weights=bias_columns.without_second(weights))
+    of_x, of_weights = _unfolded_backward((given, cotangent), own, call)
+    ids, _ = _physical(tokens, parameters, call)
+    wide = zero_padding(cotangent, tokens.padding_mask).astype(jnp.float32)
+    of_biases = bias_columns.gradient_of_second(wide, ids, weights, call.place.axis)
+    return bias_columns.without_constant(of_x, weights), of_weights + of_biases
+
+
+def _unfolded_backward(
+    rows: tuple[Tokens, BFloat16[Array, "tokens hidden"]], parameters: Parameters, call: Call
+) -> tuple[BFloat16[Array, "tokens hidden"], Float32[Array, "tokens top_k"]]:
     tokens, cotangent = rows
     x, mask, place = tokens.x, tokens.padding_mask, call.place
     staged = _staged(tokens, parameters, call)

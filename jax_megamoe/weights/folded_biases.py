@@ -158,9 +158,9 @@ def fold_biases(config: ExpertSpec, weights: ExpertWeights, hidden_size: int) ->
         hidden_size: of the model: columns from there on are 0.
 
     Raises:
-        ValueError: parameters that are not the config's, without biases or with folded ones, or in
-            a layout of the grouped products; too few columns, or columns that are not 0; biases
-            that are no finite bfloat16 values.
+        ValueError: parameters that are not the config's, without biases or with folded ones, in a
+            layout of the grouped products, or with a fused shared expert; too few columns, or
+            columns that are not 0; biases that are no finite bfloat16 values.
         NotImplementedError: a recipe that holds no bias exactly.
     """
     check_weights(config, weights)
@@ -206,6 +206,10 @@ def _column(config: ExpertSpec, weights: ExpertWeights, hidden_size: int) -> int
     if weights.w13_bias is None:
         got = "none" if weights.bias_column is None else "folded ones"
         raise ValueError(_checks.message("weights.w13_bias", "biases", got))
+    if weights.shared is not None:
+        expected = "none beside folded biases, whose constant it would multiply"
+        hint = "pass it to mega_moe as a function"
+        raise ValueError(_checks.message("weights.shared", expected, "a fused one", hint))
     size = _checks.integer("hidden_size", hidden_size, minimum=1)
     column = first_column(config, size)
     if column is None:

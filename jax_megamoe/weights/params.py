@@ -281,7 +281,7 @@ def check_weights(
     expected_shapes = parameter_shapes(config, num_experts, layout, by_row=by_row)
     arrays = weights.arrays()
     if weights.bias_column is not None:
-        _check_bias_column(config, weights)
+        _check_bias_column(config, weights, weights.bias_column)
         expected_shapes.pop("w13_bias")
     _check_presence(arrays, expected_shapes)
     for name, array in arrays.items():
@@ -289,18 +289,20 @@ def check_weights(
         _checks.dtype(f"weights.{name}", array, [str(expected_shapes[name].dtype)])
 
 
-def _check_bias_column(config: ExpertSpec, weights: ExpertWeights) -> None:
-    reason = folding.unfoldable(config)
-    if reason is not None or weights.layout in GROUPED_LAYOUTS:
+def _check_bias_column(config: ExpertSpec, weights: ExpertWeights, column: int) -> None:
+    if folding.unfoldable(config) is not None or weights.layout in GROUPED_LAYOUTS:
         expected = f"None for {config.recipe.name} weights in layout {weights.layout}"
-        raise ValueError(_checks.message("weights.bias_column", expected, weights.bias_column))
-    if folding.first_column(config, weights.bias_column) != weights.bias_column:
+        raise ValueError(_checks.message("weights.bias_column", expected, column))
+    if folding.first_column(config, column) != column:
         width = folding.COLUMNS[weights.format]
         expected = f"a multiple of {width} at most {config.hidden_size - width}"
-        raise ValueError(_checks.message("weights.bias_column", expected, weights.bias_column))
+        raise ValueError(_checks.message("weights.bias_column", expected, column))
     if weights.w13_bias is not None:
         expected = "None where weights.bias_column says that w13_weight holds it"
         raise ValueError(_checks.message("weights.w13_bias", expected, "an array"))
+    if weights.shared is not None:
+        expected = "none beside folded biases, whose constant it would multiply"
+        raise ValueError(_checks.message("weights.shared", expected, "a fused shared expert"))
 
 
 def _check_presence(arrays: dict[str, Any], expected: dict[str, jax.ShapeDtypeStruct]) -> None:

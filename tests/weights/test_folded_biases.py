@@ -127,13 +127,13 @@ def test_activations_that_do_not_hold_it() -> None:
 def biased(form: str, **changes: Any) -> tuple[mm.MoEConfig, mm.ExpertWeights]:
     """A layer of a model of hidden size 192 with biases of all exponents."""
     cfg = cases.config(form, **changes)
-    gate, up, down = cases.float_matrices(cfg)["routed"]
-    gate, up = (each.at[..., HIDDEN:].set(0) for each in (gate, up))
-    down = down.at[..., HIDDEN:, :].set(0)
     pool = np.random.default_rng(5).permutation(finite_biases())
-    sizes = [gate.shape[:2], up.shape[:2], down.shape[:2]]
-    biases = [jnp.asarray(np.resize(pool[7 * i :], shape)) for i, shape in enumerate(sizes)]
-    return cfg, mm.quantize_experts(cfg, gate, up, down, biases=tuple(biases))
+    sizes = (cfg.intermediate_size, cfg.intermediate_size, cfg.hidden_size)
+    gate, up, down = (
+        jnp.asarray(np.resize(pool[7 * i :], (cfg.logical_experts, size)))
+        for i, size in enumerate(sizes)
+    )
+    return cfg, cases.filled_up(cfg, HIDDEN, (gate, up, down))
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -241,6 +241,16 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match=r"weights.layout: expected the layout of a fused kernel"
                                          r".*got 'humming_bf16'"):  # fmt: skip
         mm.fold_biases(cfg, mm.to_layout(weights, "humming_bf16"), HIDDEN)
+
+
+def test_a_fused_shared_expert_would_multiply_the_constant() -> None:
+    cfg = cases.config("mxfp4", num_shared_experts=1)
+    weights = replace(cases.weights(cfg), **vars(cases.weights(cfg, biased=True)))
+    with pytest.raises(ValueError, match=r"weights.shared: expected none beside folded biases.*"
+                                         r"got a fused one; pass it to mega_moe"):  # fmt: skip
+        mm.fold_biases(cfg, weights, HIDDEN)
+    with pytest.raises(ValueError, match=r"weights.shared: expected none beside folded biases"):
+        check_weights(cfg, replace(weights, w13_bias=None, bias_column=HIDDEN))
 
 
 def test_what_parameters_may_say() -> None:
