@@ -16,7 +16,7 @@ from jaxtyping import Array, BFloat16, Bool, Float32, Int32
 from jax_megamoe import _checks, deep_gemm, symmetric_memory
 from jax_megamoe import compile as compiler
 from jax_megamoe.config import MoEConfig
-from jax_megamoe.eplb import ReplicaMap
+from jax_megamoe.eplb import ReplicaMap, check_map
 from jax_megamoe.stats import capture
 from jax_megamoe.transforms import (
     Axis,
@@ -84,7 +84,9 @@ def mega_moe(  # noqa: PLR0913 (one keyword for each thing a call may need)
         axis: the expert-parallel mesh axis, or several.
         padding_mask: bool [T], True for rows that are no tokens: they are routed nowhere, counted
             nowhere, their output is 0 and their content has no effect.
-        eplb: where replicas are; None: slot p holds logical expert p % num_logical_experts.
+        eplb: where replicas are; None: slot p holds logical expert p % num_logical_experts. A map
+            with a slot out of range raises when it is concrete and routes nowhere when it is
+            traced.
         shared_experts: an unfused shared expert: its value for x, padded rows 0, is added. An
             error where `weights` hold a fused one.
         implementation: ``"deep_gemm"``, ``"xla"`` or ``"reference"``; None for the fastest that
@@ -165,11 +167,7 @@ def _check_arrays(
         _checks.shape("padding_mask", mask, (num_tokens,))
         _checks.dtype("padding_mask", mask, ["bool"])
     if eplb is not None:
-        if not isinstance(eplb, ReplicaMap):
-            raise TypeError(_checks.message("eplb", "a ReplicaMap", type(eplb).__name__))
-        logical = config.logical_experts
-        _checks.shape("eplb.num_replicas", eplb.num_replicas, (logical,))
-        _checks.shape("eplb.logical_to_physical", eplb.logical_to_physical, (logical, "replicas"))
+        check_map(config, eplb)
     if not isinstance(topk_ids, Tracer):
         _check_ids(topk_ids, config)
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, BFloat16, Bool, Float, Float32, Int32
 
 from jax_megamoe import expert
 from jax_megamoe.config import Activation, MoEConfig
-from jax_megamoe.eplb import ReplicaMap
+from jax_megamoe.eplb import ReplicaMap, check_map
 from jax_megamoe.formats import WEIGHT_FORMATS, WeightFormat
 from jax_megamoe.staging import QuantizedTokens, StagedTokens, route, stage
 from jax_megamoe.weights.experts import dequantize_biases, dequantize_experts, dequantize_shared
@@ -22,7 +22,6 @@ Axis = str | tuple[str, ...]
 _einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
-@partial(jax.jit, static_argnames=("config", "exact"))
 def einsum_moe(
     x: BFloat16[Array, "tokens hidden"],
     topk_ids: Int32[Array, "tokens top_k"],
@@ -57,17 +56,35 @@ def einsum_moe(
         bfloat16 [T, H]; float32 if exact.
 
     Raises:
-        ValueError, TypeError: `weights` are not the config's.
+        ValueError, TypeError: `weights` or `eplb` are not the config's.
     """
     check_weights(config, weights)
+    if eplb is not None:
+        check_map(config, eplb)
+    return _einsum_moe(
+        (x, topk_ids, topk_weights), weights, padding_mask, eplb, config=config, exact=exact
+    )
+
+
+@partial(jax.jit, static_argnames=("config", "exact"))
+def _einsum_moe(
+    tokens: tuple[Array, Array, Array],
+    weights: ExpertWeights,
+    padding_mask: Array | None,
+    eplb: ReplicaMap | None,
+    *,
+    config: MoEConfig,
+    exact: bool,
+) -> Array:
+    x, topk_ids, topk_weights = tokens
     if padding_mask is not None:
         x = jnp.where(padding_mask[:, None], jnp.zeros_like(x), x)  # else NaN in the gradients
     if exact:
         ids, factors = route(
             topk_ids, topk_weights, config=config, padding_mask=padding_mask, eplb=eplb
         )
-        tokens = QuantizedTokens(x.astype(jnp.float32))
-        staged = StagedTokens(tokens, ids, factors, tokens)
+        unrounded = QuantizedTokens(x.astype(jnp.float32))
+        staged = StagedTokens(unrounded, ids, factors, unrounded)
     else:
         fused = weights.shared is not None
         staged = stage(

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Int32
 
 from jax_megamoe import _checks
 from jax_megamoe.config import MoEConfig
-from jax_megamoe.eplb import ReplicaMap, imbalance, replicated
+from jax_megamoe.eplb import ReplicaMap, check_map, imbalance, replicated
 from jax_megamoe.expert import count_tokens
 from jax_megamoe.staging import logical_ids, physical_ids
 
@@ -72,12 +72,17 @@ def moe_stats(
             depends on its row within its rank.
 
     Raises:
-        ValueError: shapes that do not fit, rows or experts that do not divide by the ranks.
+        ValueError: shapes that do not fit, rows or experts that do not divide by the ranks, a map
+            that is not the config's.
+        TypeError: a dtype that does not fit.
     """
     _checks.shape("topk_ids", topk_ids, ("num_tokens", config.top_k))
+    _checks.dtype("topk_ids", topk_ids, ["int32"])
     num_tokens = topk_ids.shape[0]
     if padding_mask is not None:
         _checks.shape("padding_mask", padding_mask, (num_tokens,))
+    if eplb is not None:
+        check_map(config, eplb)
     config.experts_per_rank(num_ranks)
     _checks.multiple("topk_ids rows", num_tokens, num_ranks)
     topk_ids, padding_mask = replicated((topk_ids, padding_mask))
