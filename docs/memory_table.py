@@ -4,9 +4,9 @@ import math
 from typing import Any
 
 from jax_megamoe.config import MoEConfig
-from jax_megamoe.devices import KNOWN_DEVICES
 from jax_megamoe.formats import WEIGHT_FORMATS
 from jax_megamoe.plan import plan_mega_moe
+from jax_megamoe.runtime.devices import KNOWN_DEVICES
 from jax_megamoe.weights.params import parameter_shapes
 
 MODELS = {

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_megamoe as mm
-from jax_megamoe.demo.checkpoint import EXPERTS, write_checkpoint
+from jax_megamoe.cli.demo.checkpoint import EXPERTS, write_checkpoint
 
 stored = mm.MoEConfig(
     num_experts=16,

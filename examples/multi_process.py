@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_megamoe as mm
-from jax_megamoe.demo.checkpoint import EXPERTS, write_checkpoint
+from jax_megamoe.cli.demo.checkpoint import EXPERTS, write_checkpoint
 
 PROCESSES, DEVICES = 2, 8
 SECONDS = 100  # a process that hangs ends itself after so many

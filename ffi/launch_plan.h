@@ -1,4 +1,4 @@
-// A launch plan as C++ sees it: what jax_megamoe/launcher.py encodes into the custom call's
+// A launch plan as C++ sees it: what jax_megamoe/launch/launcher.py encodes into the custom call's
 // attributes, decoded and checked. Addresses are still names here: an operand, a result or the
 // symmetric buffer, and a byte offset.
 

@@ -1,4 +1,4 @@
-// The Python module jax_megamoe._ffi (see jax_megamoe/_ffi.pyi).
+// The Python module jax_megamoe.runtime._ffi (see jax_megamoe/runtime/_ffi.pyi).
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>

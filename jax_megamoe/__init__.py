@@ -9,16 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from jax_megamoe.config import Activation as Activation
 from jax_megamoe.config import MoEConfig as MoEConfig
-from jax_megamoe.deep_gemm import allocate_buffers as allocate_buffers
-from jax_megamoe.deep_gemm import check_supported as check_supported
-from jax_megamoe.eplb import ReplicaMap as ReplicaMap
-from jax_megamoe.eplb import imbalance as imbalance
-from jax_megamoe.eplb import rank_loads as rank_loads
-from jax_megamoe.eplb import rebalance as rebalance
-from jax_megamoe.eplb import record_loads as record_loads
-from jax_megamoe.eplb import replica_map as replica_map
-from jax_megamoe.eplb import solve_placement as solve_placement
-from jax_megamoe.exporting import register as _register_pytrees
 from jax_megamoe.formats import BF16 as BF16
 from jax_megamoe.formats import FP8_BLOCK as FP8_BLOCK
 from jax_megamoe.formats import MXFP4 as MXFP4
@@ -26,15 +16,25 @@ from jax_megamoe.formats import MXFP8 as MXFP8
 from jax_megamoe.formats import NVFP4 as NVFP4
 from jax_megamoe.formats import WEIGHT_FORMATS as WEIGHT_FORMATS
 from jax_megamoe.formats import WeightFormat as WeightFormat
-from jax_megamoe.op import mega_moe as mega_moe
-from jax_megamoe.reference import einsum_moe as einsum_moe
-from jax_megamoe.router import Router as Router
-from jax_megamoe.router import RouterParams as RouterParams
-from jax_megamoe.router import Routing as Routing
-from jax_megamoe.router import route as route
-from jax_megamoe.stats import MoEStats as MoEStats
-from jax_megamoe.stats import capture_routing as capture_routing
-from jax_megamoe.stats import moe_stats as moe_stats
+from jax_megamoe.launch.deep_gemm import allocate_buffers as allocate_buffers
+from jax_megamoe.launch.deep_gemm import check_supported as check_supported
+from jax_megamoe.op.exporting import register as _register_pytrees
+from jax_megamoe.op.mega_moe import mega_moe as mega_moe
+from jax_megamoe.op.reference import einsum_moe as einsum_moe
+from jax_megamoe.routing.replicas import ReplicaMap as ReplicaMap
+from jax_megamoe.routing.replicas import imbalance as imbalance
+from jax_megamoe.routing.replicas import rank_loads as rank_loads
+from jax_megamoe.routing.replicas import rebalance as rebalance
+from jax_megamoe.routing.replicas import record_loads as record_loads
+from jax_megamoe.routing.replicas import replica_map as replica_map
+from jax_megamoe.routing.replicas import solve_placement as solve_placement
+from jax_megamoe.routing.router import Router as Router
+from jax_megamoe.routing.router import RouterParams as RouterParams
+from jax_megamoe.routing.router import Routing as Routing
+from jax_megamoe.routing.router import route as route
+from jax_megamoe.routing.stats import MoEStats as MoEStats
+from jax_megamoe.routing.stats import capture_routing as capture_routing
+from jax_megamoe.routing.stats import moe_stats as moe_stats
 from jax_megamoe.weights.experts import dequantize_experts as dequantize_experts
 from jax_megamoe.weights.experts import quantize_experts as quantize_experts
 from jax_megamoe.weights.experts import to_layout as to_layout
@@ -45,24 +45,24 @@ __version__ = "0.1.0"
 _register_pytrees()
 
 if TYPE_CHECKING:
-    from jax_megamoe.block import MegaMoEBlock as MegaMoEBlock
-    from jax_megamoe.layer import MegaMoE as MegaMoE
-    from jax_megamoe.weights.checkpoint import load_experts as load_experts
-    from jax_megamoe.weights.checkpoint import reload_experts as reload_experts
-    from jax_megamoe.weights.convert import convert_checkpoint as convert_checkpoint
-    from jax_megamoe.weights.converted import load_converted as load_converted
-    from jax_megamoe.weights.converted import save_experts as save_experts
-    from jax_megamoe.weights.select import select_format as select_format
+    from jax_megamoe.nn.block import MegaMoEBlock as MegaMoEBlock
+    from jax_megamoe.nn.layer import MegaMoE as MegaMoE
+    from jax_megamoe.weights.checkpoint.convert import convert_checkpoint as convert_checkpoint
+    from jax_megamoe.weights.checkpoint.converted import load_converted as load_converted
+    from jax_megamoe.weights.checkpoint.converted import save_experts as save_experts
+    from jax_megamoe.weights.checkpoint.load import load_experts as load_experts
+    from jax_megamoe.weights.checkpoint.load import reload_experts as reload_experts
+    from jax_megamoe.weights.checkpoint.select import select_format as select_format
 
 _ON_FIRST_USE = {
-    "MegaMoE": "layer",
-    "MegaMoEBlock": "block",
-    "convert_checkpoint": "weights.convert",
-    "load_converted": "weights.converted",
-    "load_experts": "weights.checkpoint",
-    "reload_experts": "weights.checkpoint",
-    "save_experts": "weights.converted",
-    "select_format": "weights.select",
+    "MegaMoE": "nn.layer",
+    "MegaMoEBlock": "nn.block",
+    "convert_checkpoint": "weights.checkpoint.convert",
+    "load_converted": "weights.checkpoint.converted",
+    "load_experts": "weights.checkpoint.load",
+    "reload_experts": "weights.checkpoint.load",
+    "save_experts": "weights.checkpoint.converted",
+    "select_format": "weights.checkpoint.select",
 }
 
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from jax_megamoe.cli import main
+from jax_megamoe.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -17,8 +17,8 @@ from golden_launches import LAUNCHES, read
 from golden_replay import config_of
 
 import jax_megamoe as mm
-from jax_megamoe.devices import KNOWN_DEVICES
 from jax_megamoe.plan import SOURCES, check_sizes
+from jax_megamoe.runtime.devices import KNOWN_DEVICES
 
 ROOT = Path(__file__).parents[1]
 PAGE = "benchmarks/results/cells.md"

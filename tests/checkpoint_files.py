@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jax_megamoe import quantization
 from jax_megamoe.config import MoEConfig
+from jax_megamoe.numerics import quantization
+from jax_megamoe.weights.checkpoint.tensors import DTYPES
 from jax_megamoe.weights.params import ExpertWeights
-from jax_megamoe.weights.source import DTYPES
 
 PREFIX = "model.layers.3.mlp.experts"
 

@@ -18,9 +18,11 @@ import pytest
 from recording import SYM_BUFFER_BYTES, RecordingDriver, fake_cubin, provider
 
 import jax_megamoe as mm
-from jax_megamoe import _extension, compile, deep_gemm, symmetric_memory
+from jax_megamoe import compile, symmetric_memory
+from jax_megamoe.launch import deep_gemm
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.kernel import KernelSpec
+from jax_megamoe.runtime import extension
 
 B200 = DeviceSpec(100, 148)
 H200 = DeviceSpec(90, 132)
@@ -43,7 +45,7 @@ def kernel_name(spec: str) -> str:
 def named_cubin(spec: str) -> bytes:
     """A fake cubin whose kernel is named by a hash of the whole specification."""
     name = kernel_name(spec)
-    _specs[name] = _extension.decode_kernel(spec)
+    _specs[name] = extension.decode_kernel(spec)
     return b" ".join([name.encode(), *fake_cubin(spec).split()[1:]])
 
 
@@ -89,7 +91,7 @@ class Memory:
         for group in ids:
             bases = [base_of(device) for device in group]
             for rank, (device, base) in enumerate(zip(group, bases, strict=True)):
-                _extension.module().register_symmetric_buffer(
+                extension.module().register_symmetric_buffer(
                     key, device, base, bases, rank, num_bytes
                 )
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jax_megamoe._cuda_memory import OUT_OF_MEMORY, CudaError, HandleType
-from jax_megamoe._processes import take_descriptor
+from jax_megamoe.symmetric_memory.cuda import OUT_OF_MEMORY, CudaError, HandleType
+from jax_megamoe.symmetric_memory.processes import take_descriptor
 
 GRANULARITY = 4096
 TOTAL = 1 << 20

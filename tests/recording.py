@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from jax_megamoe import _extension
+from jax_megamoe.runtime import extension
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "tests" / "ffi" / "recording_driver" / "recording_driver.cc"
@@ -89,9 +89,9 @@ class RecordingDriver:
 @contextlib.contextmanager
 def provider(function: Callable[[str], bytes]) -> Iterator[None]:
     """Has `function` make machine code for a while."""
-    _extension.module().set_cubin_provider(function)
+    extension.module().set_cubin_provider(function)
     yield
-    _extension.module().set_cubin_provider(fake_cubin)
+    extension.module().set_cubin_provider(fake_cubin)
 
 
 @functools.cache
@@ -99,8 +99,8 @@ def start(folder: Path) -> RecordingDriver:
     """Makes the recording driver this process's CUDA driver and the CPU platform launch on it."""
     library = build(folder)
     os.environ["JAX_MEGAMOE_LIBCUDA"] = str(library)
-    _extension.module().set_cubin_provider(fake_cubin)
-    _extension.register_cpu()
+    extension.module().set_cubin_provider(fake_cubin)
+    extension.register_cpu()
     return RecordingDriver(library)
 
 

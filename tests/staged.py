@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jax_megamoe import MoEConfig, ReplicaMap, quantization
+from jax_megamoe import MoEConfig, ReplicaMap
+from jax_megamoe.numerics import quantization
+from jax_megamoe.op.staging import QuantizedTokens, StagedTokens, stage
 from jax_megamoe.plan import plan_mega_moe
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.launch import KernelLaunch, LaunchPlan
 from jax_megamoe.plan.staging import Routing
 from jax_megamoe.plan.symmetric_buffer import BufferLayout
-from jax_megamoe.staging import QuantizedTokens, StagedTokens, stage
 
 NUM_RANKS = 2
 L2_ACTIVATION_SCALE = 0.37

@@ -190,7 +190,7 @@ def fresh_python(code: str, folder: Path, **environment: str) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("module", ["jax_megamoe", "jax_megamoe.op"])
+@pytest.mark.parametrize("module", ["jax_megamoe", "jax_megamoe.op.mega_moe"])
 def test_mega_moe_does_not_import_flax(module: str, tmp_path: Path) -> None:
     code = f"import sys, {module}; assert {module}.mega_moe; print('flax' in sys.modules)"
     assert fresh_python(code, tmp_path) == "False\n"
@@ -208,7 +208,7 @@ try:
 except AttributeError as error:
     print(error)
 """
-    expected = "jax_megamoe.layer\nmodule 'jax_megamoe' has no attribute 'no_such_name'\n"
+    expected = "jax_megamoe.nn.layer\nmodule 'jax_megamoe' has no attribute 'no_such_name'\n"
     assert fresh_python(code, tmp_path) == expected
 
 
@@ -222,7 +222,7 @@ def test_nothing_happens_at_import(tmp_path: Path) -> None:
 import logging, os
 import flax.nnx, jax
 before = dict(os.environ), list(logging.getLogger().handlers), os.getcwd()
-import jax_megamoe, jax_megamoe.layer, jax_megamoe.weights.checkpoint, jax_megamoe.cli
+import jax_megamoe, jax_megamoe.nn.layer, jax_megamoe.weights.checkpoint.load, jax_megamoe.cli.main
 assert before == (dict(os.environ), list(logging.getLogger().handlers), os.getcwd())
 """
     assert fresh_python(code, tmp_path, JAX_PLATFORMS="no_such_platform") == ""

@@ -16,7 +16,7 @@ import docs_pages
 import pytest
 from docs_pages import DOCS, MANUAL, PAGES, ROOT
 
-from jax_megamoe import cli
+from jax_megamoe.cli import main as cli
 
 SHORTEST_QUOTE = 12
 """Letters and signs that a quoted error has at least, so that it can be told from others."""

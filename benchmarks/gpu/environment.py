@@ -49,7 +49,7 @@ def jax_device() -> str:
     """The device that JAX computes on, as a plan sees it."""
     import jax  # noqa: PLC0415 (each step may fail alone)
 
-    from jax_megamoe.devices import device_spec  # noqa: PLC0415
+    from jax_megamoe.runtime.devices import device_spec  # noqa: PLC0415
 
     device = jax.devices()[0]
     return f"{device.device_kind}: {device_spec(device)}"
@@ -57,9 +57,9 @@ def jax_device() -> str:
 
 def extension() -> str:
     """Where the compiled module lies."""
-    from jax_megamoe import _extension  # noqa: PLC0415
+    from jax_megamoe.runtime import extension
 
-    return str(_extension.module().__file__)
+    return str(extension.module().__file__)
 
 
 def toolchain() -> str:

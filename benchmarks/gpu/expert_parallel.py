@@ -36,9 +36,9 @@ from jaxtyping import Array
 from parallel_layer import AXIS, Json, Layer, link_rates, seconds, work
 
 import jax_megamoe as mm
-from jax_megamoe import doctor
-from jax_megamoe.devices import device_spec
+from jax_megamoe.cli import doctor
 from jax_megamoe.plan import plan_mega_moe
+from jax_megamoe.runtime.devices import device_spec
 
 SHAPES: dict[str, dict[str, int]] = {
     "flash": workload.SHAPES["v4_flash"],

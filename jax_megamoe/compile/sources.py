@@ -66,7 +66,7 @@ def find_source(name: str) -> KernelSource:
     """
     one_of("source", name, SOURCE_NAMES)
     if name == BUILT_IN:
-        folder = Path(__file__).parents[1] / "kernels"
+        folder = Path(__file__).parents[1] / "launch" / "kernels"
         return KernelSource(name, _version("jax-megamoe") or "checkout", folder, _digest(folder))
     where = DISTRIBUTIONS[name]
     root = os.environ.get(where.variable)

@@ -11,9 +11,10 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Float, Float32
 
-from jax_megamoe import _checks, quantization
+from jax_megamoe import _checks
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.formats import WEIGHT_FORMATS, WeightFormat
+from jax_megamoe.numerics import quantization
 from jax_megamoe.weights import layout as layouts
 from jax_megamoe.weights.params import (
     INTERLEAVE_8,

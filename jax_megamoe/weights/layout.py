@@ -12,7 +12,7 @@ from types import MappingProxyType
 import numpy as np
 
 from jax_megamoe import _checks
-from jax_megamoe.elements import Array, pack_words, unpack_words
+from jax_megamoe.numerics.elements import Array, pack_words, unpack_words
 
 
 @dataclass(frozen=True)

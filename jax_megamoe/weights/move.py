@@ -18,7 +18,7 @@ from jaxtyping import Array, Int32, Shaped
 
 from jax_megamoe import _checks
 from jax_megamoe.config import MoEConfig
-from jax_megamoe.weights.buffers import place
+from jax_megamoe.weights.checkpoint.buffers import place
 from jax_megamoe.weights.params import ExpertWeights, check_weights
 
 

@@ -14,15 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_megamoe import _checks, quantization
-from jax_megamoe.elements import (
+from jax_megamoe import _checks
+from jax_megamoe.formats import WeightFormat, as_weight_format
+from jax_megamoe.numerics import quantization
+from jax_megamoe.numerics.elements import (
     check_tiles,
     expand_scales,
     float32_to_ue8m0,
     to_float32,
     ue8m0_to_float32,
 )
-from jax_megamoe.formats import WeightFormat, as_weight_format
 
 _FLOATS = ("bfloat16", "float16", "float32")
 _E2M1 = ("uint8", "int8")

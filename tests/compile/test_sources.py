@@ -117,7 +117,7 @@ def test_this_package_is_a_source_without_an_installation(site):
         "checkout",
         "jax_megamoe",
     )
-    assert found.include_dir == Path(jax_megamoe.__file__).parent / "kernels"
+    assert found.include_dir == Path(jax_megamoe.__file__).parent / "launch" / "kernels"
     assert (found.include_dir / "staging.cuh").is_file()
 
 

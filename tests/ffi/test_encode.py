@@ -7,9 +7,10 @@ import numpy as np
 import plans
 import pytest
 
-from jax_megamoe import _extension, launcher
+from jax_megamoe.launch import launcher
 from jax_megamoe.plan.launch import KernelLaunch, LaunchPlan, Pointer
 from jax_megamoe.plan.operand import Operand
+from jax_megamoe.runtime import extension
 
 
 def encode(
@@ -59,10 +60,10 @@ def test_a_kernel_travels_with_its_specification_once() -> None:
     assert attributes["kernels"] == 1
     text = attributes["kernels.0.spec"]
     assert isinstance(text, str)
-    assert _extension.decode_kernel(text) == plans.KERNEL
+    assert extension.decode_kernel(text) == plans.KERNEL
     assert re.fullmatch("[0-9a-f]{64}", str(attributes["kernels.0.key"]))
     other = dataclasses.replace(plans.KERNEL, template_args=("2", "true"))
-    assert _extension.encode_kernel(other) != text
+    assert extension.encode_kernel(other) != text
 
 
 def test_a_plan_without_the_buffer_names_none() -> None:

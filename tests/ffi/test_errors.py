@@ -9,7 +9,8 @@ import plans
 import pytest
 from recording import RecordingDriver, provider
 
-from jax_megamoe import _extension, launcher
+from jax_megamoe.launch import launcher
+from jax_megamoe.runtime import extension
 
 KEY = "test/errors"
 BASE = 1 << 40
@@ -24,7 +25,7 @@ def attributes(symbol: str, num_ranks: int = 1) -> dict[str, Any]:
     return launcher.encode(plan, ["x", "w", "table"], ["y"], buffer_key=KEY)
 
 
-def run(attributes: dict[str, Any], target: str = _extension.TARGET) -> None:
+def run(attributes: dict[str, Any], target: str = extension.TARGET) -> None:
     """Compiles and runs a call with these attributes."""
     arrays = [*plans.operands().values(), np.frombuffer(plans.TABLE, np.uint8)]
     call = jax.ffi.ffi_call(target, plans.RESULTS["y"])
@@ -108,7 +109,7 @@ def i64(*values: int) -> np.ndarray:
 def test_a_malformed_plan_is_refused(
     driver: RecordingDriver, name: str, value: object, text: str
 ) -> None:
-    module = _extension.module()
+    module = extension.module()
     module.register_symmetric_buffer(KEY, 0, BASE, [BASE], 0, plans.BUFFER_BYTES)
     changed = attributes("malformed")
     if value is None:
@@ -160,7 +161,7 @@ def test_no_buffer(driver: RecordingDriver) -> None:
 def test_a_buffer_that_does_not_fit(
     driver: RecordingDriver, num_bytes: int, num_ranks: int, text: str
 ) -> None:
-    module = _extension.module()
+    module = extension.module()
     module.register_symmetric_buffer(KEY, 0, BASE, [BASE], 0, num_bytes)
     try:
         with pytest.raises(jax.errors.JaxRuntimeError, match=text):
@@ -186,11 +187,11 @@ def test_registering_a_wrong_buffer(changes: dict[str, Any], text: str) -> None:
         "num_bytes": 4096,
     }  # fmt: skip
     with pytest.raises(ValueError, match=text):
-        _extension.module().register_symmetric_buffer(**buffer | changes)
+        extension.module().register_symmetric_buffer(**buffer | changes)
 
 
 def test_registering_and_unregistering_twice() -> None:
-    module = _extension.module()
+    module = extension.module()
     module.register_symmetric_buffer(KEY, 3, BASE, [BASE], 0, 64)
     with pytest.raises(ValueError, match='"test/errors" on device 3: expected a name not in use'):
         module.register_symmetric_buffer(KEY, 3, BASE, [BASE], 0, 64)
@@ -219,7 +220,7 @@ def test_machine_code_that_is_not_the_plans(
 
 def test_the_compilers_error_reaches_the_caller(driver: RecordingDriver) -> None:
     def fail(spec: str) -> bytes:
-        raise OSError(f"no compiler for {_extension.decode_kernel(spec).symbol}")
+        raise OSError(f"no compiler for {extension.decode_kernel(spec).symbol}")
 
     with provider(fail):
         check_pointer_plan("uncompiled", "OSError: no compiler for uncompiled")
@@ -249,7 +250,7 @@ def test_the_drivers_error_reaches_the_caller(
 
 
 def test_a_tensor_map_the_driver_refuses(driver: RecordingDriver) -> None:
-    module = _extension.module()
+    module = extension.module()
     module.register_symmetric_buffer(KEY, 0, BASE, [BASE], 0, plans.BUFFER_BYTES)
     changed = attributes("misaligned") | {f"{ACTS}.offset": 1032}
     try:

@@ -13,7 +13,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from recording import RecordingDriver
 
-from jax_megamoe import _extension, launcher
+from jax_megamoe.launch import launcher
+from jax_megamoe.runtime import extension
 
 BASE = 1 << 40
 STRIDE = 1 << 20  # between the made-up bases of ranks
@@ -25,13 +26,13 @@ def register(num_ranks: int, key: str = KEY, num_bytes: int = plans.BUFFER_BYTES
     """Names made-up buffers for ranks on devices 0, 1, ...; rank r's is at BASE + r * STRIDE."""
     bases = [BASE + rank * STRIDE for rank in range(num_ranks)]
     for rank, base in enumerate(bases):
-        _extension.module().register_symmetric_buffer(key, rank, base, bases, rank, num_bytes)
+        extension.module().register_symmetric_buffer(key, rank, base, bases, rank, num_bytes)
 
 
 def unregister(num_ranks: int, key: str = KEY) -> None:
     """Forgets them."""
     for rank in range(num_ranks):
-        _extension.module().unregister_symmetric_buffer(key, rank)
+        extension.module().unregister_symmetric_buffer(key, rank)
 
 
 @pytest.fixture(params=[1, 2, 4, 8])
@@ -221,7 +222,7 @@ def test_a_graph_holds_the_buffer(driver: RecordingDriver) -> None:
 
 
 def test_without_xla_ranks_share_a_device(driver: RecordingDriver) -> None:
-    module = _extension.module()
+    module = extension.module()
     keys = ["direct/0", "direct/1"]
     bases = [BASE, BASE + STRIDE]
     for rank, key in enumerate(keys):

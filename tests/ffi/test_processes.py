@@ -17,7 +17,8 @@ import json, sys
 import jax
 jax.config.update("jax_num_cpu_devices", 1)
 import plans
-from jax_megamoe import _extension, launcher
+from jax_megamoe.runtime import extension
+from jax_megamoe.launch import launcher
 {setup}
 x = plans.operands()["x"]
 plan = plans.pointer_plan("processes")
@@ -67,9 +68,7 @@ def python(code: str, *arguments: str, **environment: str) -> Any:
     ],
 )
 def test_without_a_driver_the_call_says_what_to_install(library: str, text: str) -> None:
-    setup = (
-        "_extension.register_cpu(); _extension.module().set_cubin_provider(lambda spec: b'k 8 8')"
-    )
+    setup = "extension.register_cpu(); extension.module().set_cubin_provider(lambda spec: b'k 8 8')"
     error = python(LAUNCH.format(setup=setup, result="None"), JAX_MEGAMOE_LIBCUDA=library)
     assert f"jax_megamoe: {library}: {text}" in error["text"]
     assert "install an NVIDIA driver of release 580 or newer" in error["text"]
@@ -78,7 +77,7 @@ def test_without_a_driver_the_call_says_what_to_install(library: str, text: str)
 def test_importing_opens_no_driver() -> None:
     code = """
 import json, jax_megamoe
-from jax_megamoe import launcher
+from jax_megamoe.launch import launcher
 maps = open("/proc/self/maps").read()
 print(json.dumps(["_ffi" in maps, "libcuda.so" in maps, "librecording" in maps]))
 """
@@ -87,7 +86,7 @@ print(json.dumps(["_ffi" in maps, "libcuda.so" in maps, "librecording" in maps])
 
 def test_a_copy_that_was_not_built_imports_and_says_so() -> None:
     error = python(LAUNCH.format(setup="", result="None").replace(
-        "import json, sys\n", "import json, sys\nsys.modules['jax_megamoe._ffi'] = None\n"
+        "import json, sys\n", "import json, sys\nsys.modules['jax_megamoe.runtime._ffi'] = None\n"
     ))  # fmt: skip
     assert error["type"] == "ImportError"
     assert error["text"].startswith("jax_megamoe: expected its compiled module _ffi, got ")

@@ -32,8 +32,8 @@ from jax import lax
 
 import jax_megamoe as mm
 from jax_megamoe import symmetric_memory
-from jax_megamoe.devices import device_spec
 from jax_megamoe.plan import plan_mega_moe
+from jax_megamoe.runtime.devices import device_spec
 
 NUM_CALLS, NUM_CALLS_QUICK = 1000, 100
 NUM_WARM = 4

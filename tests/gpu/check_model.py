@@ -29,8 +29,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_megamoe as mm
-from jax_megamoe.devices import KNOWN_DEVICES
 from jax_megamoe.plan import plan_mega_moe
+from jax_megamoe.runtime.devices import KNOWN_DEVICES
 
 SCRIPT = "check_model"
 LAYERS, STEPS, ROWS = 4, 32, 128

@@ -21,9 +21,11 @@ import numpy as np
 import staged
 from staged import FORMS, Case, Form
 
-from jax_megamoe import _extension, launcher, replica_map
+from jax_megamoe import replica_map
 from jax_megamoe.compile import MissingDependency, find_source
+from jax_megamoe.launch import launcher
 from jax_megamoe.plan.launch import LaunchPlan
+from jax_megamoe.runtime import extension
 
 ORDINAL = 0
 WIDE = {"hidden_size": 7168, "intermediate_size": 2048}
@@ -60,7 +62,7 @@ class Staging:
                 driver.call("cuMemcpyHtoD", place, array.ctypes.data, array.nbytes)
         self._key = f"check_staging/{self.buffer.address:x}"
         base = self.buffer.address
-        _extension.module().register_symmetric_buffer(
+        extension.module().register_symmetric_buffer(
             self._key, ORDINAL, base, [base] * staged.NUM_RANKS, 0, plan.buffer.num_bytes
         )
         operands = [name for name in arrays if name != "l2_alpha"]
@@ -76,7 +78,7 @@ class Staging:
 
     def free(self) -> None:
         """Gives the memory back."""
-        _extension.module().unregister_symmetric_buffer(self._key, ORDINAL)
+        extension.module().unregister_symmetric_buffer(self._key, ORDINAL)
         for buffer in (self.buffer, *self._copies.values()):
             buffer.free()
 

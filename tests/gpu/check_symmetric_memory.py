@@ -16,7 +16,8 @@ import jax
 import numpy as np
 from cuda.bindings import driver as cuda
 
-from jax_megamoe import _extension, symmetric_memory
+from jax_megamoe import symmetric_memory
+from jax_megamoe.runtime import extension
 from jax_megamoe.symmetric_memory import SymmetricMemory
 
 KEY, NUM_BYTES = "check", 100_000_003
@@ -31,11 +32,11 @@ class Registry:
         self.buffers: dict[int, tuple[int, list[int], int]] = {}
 
     def register_symmetric_buffer(self, key: str, ordinal: int, *buffer: Any) -> None:
-        _extension.module().register_symmetric_buffer(key, ordinal, *buffer)
+        extension.module().register_symmetric_buffer(key, ordinal, *buffer)
         self.buffers[ordinal] = buffer[:3]
 
     def unregister_symmetric_buffer(self, key: str, ordinal: int) -> None:
-        _extension.module().unregister_symmetric_buffer(key, ordinal)
+        extension.module().unregister_symmetric_buffer(key, ordinal)
         del self.buffers[ordinal]
 
 

@@ -29,10 +29,11 @@ from checks import Checks
 from jaxtyping import Array
 
 import jax_megamoe as mm
-from jax_megamoe import _extension, launcher
+from jax_megamoe.launch import launcher
 from jax_megamoe.plan import plan_mega_moe
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.launch import LaunchPlan
+from jax_megamoe.runtime import extension
 
 CFG = workload.EXPERT_PARALLEL
 TOKENS = (64, 512)
@@ -100,7 +101,7 @@ class Ranks:
         bases = [buffer.address for buffer in self._buffers]
         self._keys = [f"{num_ranks} x {device.num_sms} SMs, rank {r}" for r in range(num_ranks)]
         for rank, key in enumerate(self._keys):
-            _extension.module().register_symmetric_buffer(
+            extension.module().register_symmetric_buffer(
                 key, ORDINAL, bases[rank], bases, rank, num_bytes
             )
 
@@ -153,7 +154,7 @@ class Ranks:
     def close(self) -> None:
         """Forgets and frees the buffers."""
         for key, buffer in zip(self._keys, self._buffers, strict=True):
-            _extension.module().unregister_symmetric_buffer(key, ORDINAL)
+            extension.module().unregister_symmetric_buffer(key, ORDINAL)
             buffer.free()
 
 

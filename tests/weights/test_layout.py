@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_megamoe.elements import expand_scales, unpack_words
+from jax_megamoe.numerics.elements import expand_scales, unpack_words
 from jax_megamoe.weights import layout
 
 CASES = ["E2_H256_I128", "E1_H512_I256"]

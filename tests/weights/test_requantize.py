@@ -7,9 +7,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jax_megamoe import quantization as q
-from jax_megamoe.elements import expand_scales
 from jax_megamoe.formats import WEIGHT_FORMATS
+from jax_megamoe.numerics import quantization as q
+from jax_megamoe.numerics.elements import expand_scales
 from jax_megamoe.weights.requantize import SourceMatrix, quantize_matrix, requantize
 
 E4M3 = ml_dtypes.float8_e4m3fn

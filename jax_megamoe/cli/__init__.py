@@ -1,0 +1,1 @@
+"""The commands of `python -m jax_megamoe`."""

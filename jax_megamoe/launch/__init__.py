@@ -1,0 +1,1 @@
+"""From a LaunchPlan to a custom call on a device."""

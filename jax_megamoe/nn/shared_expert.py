@@ -1,0 +1,73 @@
+"""`SharedExpert`, the expert that every token goes to, where it is not fused into the kernel."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, BFloat16, Float32
+
+from jax_megamoe.config import Activation
+from jax_megamoe.nn.replicated import replicated
+from jax_megamoe.numerics.expert import activate, matmul
+from jax_megamoe.weights.checkpoint.block_tensors import BlockTensors
+
+
+class SharedExpert(nnx.Module):
+    """A gated MLP in bfloat16, its output weighed by a sigmoid gate if it has one.
+
+    Sums are float32; the value between the two matmuls is rounded to bfloat16.
+
+    Attributes:
+        gate_proj, up_proj: bfloat16 [S, H].
+        down_proj: bfloat16 [H, S].
+        output_gate: bfloat16 [1, H], of the sigmoid; None for none.
+        activation: between the matmuls.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: Activation,
+        has_gate: bool = False,
+        mesh: Mesh | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        """Draws parameters of variance 1 / fan-in, replicated over the mesh if there is one."""
+
+        def drawn(*shape: int) -> nnx.Variable[Array]:
+            values = jax.random.normal(rngs.params(), shape, jnp.float32) * shape[1] ** -0.5
+            return replicated(values.astype(jnp.bfloat16), mesh)
+
+        self.gate_proj = drawn(intermediate_size, hidden_size)
+        self.up_proj = drawn(intermediate_size, hidden_size)
+        self.down_proj = drawn(hidden_size, intermediate_size)
+        self.output_gate: Any = drawn(1, hidden_size) if has_gate else None
+        self.activation = activation
+
+    def __call__(self, x: BFloat16[Array, "tokens hidden"]) -> Float32[Array, "tokens hidden"]:
+        """The expert's output for every token, not yet rounded."""
+        gate, up = matmul(x, self.gate_proj[...]), matmul(x, self.up_proj[...])
+        hidden = activate(gate, up, self.activation).astype(jnp.bfloat16)
+        y = matmul(hidden, self.down_proj[...])
+        if self.output_gate is None:
+            return y
+        return y * jax.nn.sigmoid(matmul(x, self.output_gate[...]))
+
+    def read(self, tensors: BlockTensors) -> dict[str, np.ndarray]:
+        """The parameters of a checkpoint, by attribute.
+
+        Raises:
+            ValueError, TypeError: see `BlockTensors`.
+        """
+        inter, hidden_size = self.gate_proj.shape
+        arrays = tensors.take_shared(hidden_size, inter)
+        if self.output_gate is not None:
+            gate = tensors.take("shared_expert_gate.weight", shape=(1, hidden_size))
+            arrays["output_gate"] = gate.astype(ml_dtypes.bfloat16)
+        return arrays

@@ -1,0 +1,189 @@
+"""What happens inside one expert between and after its matmuls, rounding where the kernels round.
+
+`xla` and `reference` share these steps. Sections named below are deepgemm-abi's; SM100 formats
+follow the vllm source's kernels, fp8_block the sgl source's SM90 kernel. To derivatives a rounding
+is the identity (`straight_through`).
+"""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int32
+
+from jax_megamoe.config import Activation
+from jax_megamoe.formats import WeightFormat
+from jax_megamoe.numerics import quantization
+from jax_megamoe.weights.params import SGL_FP4
+
+
+@jax.custom_jvp
+def straight_through(
+    exact: Float[Array, "*shape"], rounded: Float[Array, "*shape"]
+) -> Float[Array, "*shape"]:
+    """`rounded`, with the derivative of `exact`: the straight-through rule.
+
+    Source: Bengio, Leonard and Courville, arXiv:1308.3432, section 4.
+    """
+    del exact
+    return rounded
+
+
+@straight_through.defjvp
+def _straight_through_jvp(
+    primals: tuple[Array, Array], tangents: tuple[Array, Array]
+) -> tuple[Array, Array]:
+    return primals[1], tangents[0].astype(primals[1].dtype)
+
+
+def round_bf16(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """`x` rounded to BF16 values, still float32.
+
+    Not a pair of casts: XLA may drop those (xla_allow_excess_precision).
+    """
+    rounded = lax.reduce_precision(lax.stop_gradient(x), exponent_bits=8, mantissa_bits=7)
+    return straight_through(x, rounded)
+
+
+def matmul(x: Float[Array, "rows k"], w: Float[Array, "n k"]) -> Float32[Array, "rows n"]:
+    """x @ w.T accumulated in float32.
+
+    Float32 is multiplied as such, where a GPU would round it to TF32 and a TPU to BF16: it is
+    fp8_block's decoded values, which neither holds.
+    """
+    precision = lax.Precision.HIGHEST if x.dtype == w.dtype == jnp.float32 else None
+    contract = (((x.ndim - 1,), (w.ndim - 1,)), ((), ()))
+    return lax.dot_general(x, w, contract, precision=precision, preferred_element_type=jnp.float32)
+
+
+def split_gate_up(
+    h: Float32[Array, "*rows w13"], layout: str
+) -> tuple[Float32[Array, "*rows inter"], Float32[Array, "*rows inter"]]:
+    """Gate and up out of the first matmul's result, whose columns are w13's rows in `layout`."""
+    lead, inter = h.shape[:-1], h.shape[-1] // 2
+    if layout == SGL_FP4:
+        # 32 stored rows: (parity of the source row, half, 8 rows); source row = 2 * row + parity.
+        blocks = h.reshape(*lead, inter // 16, 2, 2, 8)
+        ordered = jnp.moveaxis(jnp.moveaxis(blocks, -2, 0), -2, -1)
+        return ordered[0].reshape(*lead, inter), ordered[1].reshape(*lead, inter)
+    blocks = h.reshape(*lead, inter // 8, 2, 8)
+    return blocks[..., 0, :].reshape(*lead, inter), blocks[..., 1, :].reshape(*lead, inter)
+
+
+def activate(
+    gate: Float32[Array, "*shape"], up: Float32[Array, "*shape"], activation: Activation
+) -> Float32[Array, "*shape"]:
+    """The gated activation in float32 (section 11, step 3)."""
+    if activation.clamp is not None:
+        gate = jnp.minimum(gate, activation.clamp)
+        up = jnp.clip(up, -activation.clamp, activation.clamp)
+    if activation.name == "situ":
+        alpha, beta = activation.alpha, activation.beta
+        linear = beta * jnp.tanh(up / beta) if beta else up
+        return alpha * jnp.tanh(gate / alpha) * _sigmoid(gate) * linear
+    return gate * _sigmoid(activation.alpha * gate) * (up + activation.beta)
+
+
+@jax.custom_jvp
+def _sigmoid(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    return 1.0 / (1.0 + jnp.exp(-x))
+
+
+@_sigmoid.defjvp
+def _sigmoid_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    # Below -88 the exponential overflows, and the derivative by the chain rule is 0 * inf.
+    y = _sigmoid(*primals)
+    return y, y * (1.0 - y) * tangents[0]
+
+
+def rounded_activation(
+    gate: Float32[Array, "*shape"],
+    up: Float32[Array, "*shape"],
+    activation: Activation,
+    form: WeightFormat,
+) -> Float32[Array, "*shape"]:
+    """`activate` as the format's kernel does it: SM100 rounds its inputs and the clamp to BF16."""
+    if form.architecture == "sm90":
+        return activate(gate, up, activation)
+    if activation.clamp is not None:
+        clamp = float(ml_dtypes.bfloat16(activation.clamp))
+        activation = Activation(
+            activation.name, clamp=clamp, alpha=activation.alpha, beta=activation.beta
+        )
+    return activate(round_bf16(gate), round_bf16(up), activation)
+
+
+def requantize(
+    act: Float32[Array, "*rows inter"],
+    form: WeightFormat,
+    activation_scale: Float32[Array, ""] | None,
+) -> Float[Array, "*rows inter"]:
+    """The second matmul's input: quantised as the kernel does and decoded again (step 5).
+
+    The result holds the decoded values, bfloat16 where those are exact (NVFP4: without the global
+    activation scale, which the kernel folds into the output's factor), float32 for fp8_block.
+    """
+    exact, fixed = act, lax.stop_gradient(act)
+    if form.activation_format == "bf16":
+        rounded = fixed.astype(jnp.bfloat16)
+    elif form.activation_format == "mxfp8":
+        quantised = quantization.requantize_l2_mxfp8(fixed)
+        rounded = quantization.dequantize_mxfp8(*quantised).astype(jnp.bfloat16)
+    elif form.activation_format == "nvfp4":
+        assert activation_scale is not None
+        exact = act / activation_scale
+        quantised = quantization.requantize_l2_nvfp4(fixed, activation_scale)
+        rounded = quantization.dequantize_nvfp4(*quantised, jnp.float32(1)).astype(jnp.bfloat16)
+    else:
+        quantised = quantization.requantize_l2_fp8_block(fixed)
+        rounded = quantization.dequantize_tokens_fp8_block(*quantised)
+    return straight_through(exact, rounded)
+
+
+def input_scale(
+    w2_input_scale: Float32[Array, " experts"], axis: str | tuple[str, ...] | None
+) -> Float32[Array, ""]:
+    """NVFP4's one scale of every second matmul's input: the largest, or 1 when all are 0.
+
+    Args:
+        w2_input_scale: float32 [E], of this rank's experts.
+        axis: the manual mesh axis (axes) over which the largest is sought; None on one rank.
+    """
+    largest = jnp.max(w2_input_scale)
+    largest = lax.pmax(largest, axis) if axis else largest
+    return jnp.where(largest > 0, largest, jnp.float32(1))
+
+
+def combine(
+    slots: Float[Array, "tokens top_k hidden"],
+    topk_weights: Float32[Array, "tokens top_k"] | None,
+    shared: Float32[Array, "tokens hidden"] | None,
+) -> Float32[Array, "tokens hidden"]:
+    """The sum over a token's experts in slot order, the shared expert first (step 7).
+
+    Args:
+        slots: each expert's output, zero where unrouted.
+        topk_weights: factors of the slots for formats that weigh in the combine, else None.
+        shared: the shared expert's output.
+    """
+    total = jnp.zeros((slots.shape[0], slots.shape[2]), jnp.float32) if shared is None else shared
+    for k in range(slots.shape[1]):
+        term = slots[:, k].astype(jnp.float32)
+        total = total + (term if topk_weights is None else term * topk_weights[:, k, None])
+    return total
+
+
+def count_tokens(topk_ids: Int32[Array, "tokens top_k"], num_experts: int) -> Int32[Array, " e"]:
+    """Tokens routed to each expert; ids outside [0, num_experts) are not counted."""
+    ids = jnp.where(topk_ids < 0, num_experts, topk_ids).reshape(-1)
+    return jnp.zeros(num_experts, jnp.int32).at[ids].add(1, mode="drop")
+
+
+def varying_zero(*arrays: jax.Array) -> Float32[Array, ""]:
+    """A zero that varies over every mesh axis the arrays vary over.
+
+    Inside `shard_map` a loop's carry must start with the type it ends with.
+    """
+    firsts = [jnp.sum(array.reshape(-1)[:1].astype(jnp.float32)) for array in arrays]
+    zeros = [jnp.where(jnp.isnan(first), jnp.float32(0), jnp.float32(0)) for first in firsts]
+    return sum(zeros[1:], start=zeros[0])

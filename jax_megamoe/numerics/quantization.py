@@ -1,0 +1,400 @@
+"""Block quantisation: MXFP8, MXFP4, NVFP4 and block-scaled FP8, encode and decode, bit for bit as
+the kernels take them.
+
+Plain jnp in float32, the same bits eager and jitted on the CPU; on a GPU a division may be off by
+one unit in the last place, which only NVFP4 and float32 scales have. Every quantiser works along
+the last axis K, keeps the leading ones and returns `(values, scales)`. Finite input gives finite
+values and scales, and zero stays zero (E4M3 keeps its sign). A NaN stays in its block: E4M3 values
+hold it themselves, an E2M1 block, whose values cannot, gets the scale NaN. UE8M0 byte b is
+2^(b - 127), 255 is NaN.
+
+Sources: OCP Microscaling Formats v1.0 for E2M1, E4M3 and UE8M0; vLLM and DeepGEMM for how a scale
+is chosen.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jax_megamoe import _checks
+from jax_megamoe.numerics.elements import (
+    E2M1_MAX,
+    E4M3_MAX,
+    block_amax,
+    decode_e2m1,
+    decode_e2m1_pairs,
+    divide,
+    encode_e2m1,
+    expand_scales,
+    float32_to_ue8m0,
+    from_e4m3,
+    pack_e2m1,
+    pack_words,
+    power_of_two_above,
+    power_of_two_factors,
+    split_blocks,
+    times_power_of_two,
+    to_e4m3,
+    to_float32,
+    ue8m0_bytes,
+    ue8m0_to_float32,
+    unpack_e2m1,
+    unpack_words,
+)
+
+__all__ = [
+    "E2M1_MAX",
+    "E4M3_MAX",
+    "NVFP4_BLOCK_FLOOR",
+    "NVFP4_MAX",
+    "decode_e2m1",
+    "dequantize_fp8_block",
+    "dequantize_mxfp4",
+    "dequantize_mxfp8",
+    "dequantize_nvfp4",
+    "dequantize_tokens_fp8_block",
+    "encode_e2m1",
+    "expand_scales",
+    "float32_to_ue8m0",
+    "nvfp4_global_scale",
+    "nvfp4_l2_alpha",
+    "pack_e2m1",
+    "pack_words",
+    "quantize_fp8_block",
+    "quantize_fp8_rows",
+    "quantize_mxfp4",
+    "quantize_mxfp8",
+    "quantize_nvfp4",
+    "quantize_tokens_fp8_block",
+    "quantize_tokens_mxfp8",
+    "quantize_tokens_nvfp4",
+    "requantize_l2_fp8_block",
+    "requantize_l2_mxfp8",
+    "requantize_l2_nvfp4",
+    "shared_scale_pages",
+    "shared_scale_rows",
+    "ue8m0_to_float32",
+    "unpack_e2m1",
+    "unpack_words",
+]
+
+NVFP4_MAX = E4M3_MAX * E2M1_MAX
+"""Largest value of an NVFP4 block over its global scale: 2688."""
+
+NVFP4_BLOCK_FLOOR = 2.0**-9
+"""The smallest positive E4M3 number, which vLLM's NVFP4 block scales do not go below."""
+
+_MX_AMAX_FLOOR = 1e-4
+_FP8_AMAX_FLOOR = 1e-10
+
+
+def quantize_mxfp8(x: ArrayLike, *, block: int = 32) -> tuple[jax.Array, jax.Array]:
+    """MXFP8 of `x` [..., K]: float8_e4m3fn [..., K] and UE8M0 bytes, uint8 [..., K / block].
+
+    A block's scale is the smallest power of two s with amax <= 448 s, amax floored at 1e-4 (so s >=
+    2^-22), and the values are x / s, nearest even; an infinite value has s 2^127 and saturates. One
+    rule for weights, dispatched tokens (vLLM's staging, sgl's pre-dispatch) and the second matmul's
+    input (vLLM's kernel).
+
+    Raises:
+        TypeError: `x` is not bfloat16, float16 or float32.
+        ValueError: K is not a multiple of `block`.
+    """
+    grouped = split_blocks("x", to_float32("x", x), block)
+    exponents = _exponents(grouped, E4M3_MAX, skip_nan=True)
+    values = to_e4m3(times_power_of_two(grouped, 127 - exponents))
+    return values.reshape(jnp.shape(x)), exponents[..., 0].astype(jnp.uint8)
+
+
+quantize_tokens_mxfp8 = quantize_mxfp8
+requantize_l2_mxfp8 = quantize_mxfp8
+
+
+def quantize_mxfp4(x: ArrayLike, *, block: int = 32) -> tuple[jax.Array, jax.Array]:
+    """MXFP4 of `x` [..., K]: uint8 E2M1 pairs [..., K / 2] and UE8M0 bytes [..., K / block].
+
+    As `quantize_mxfp8` with 6 for 448; a block with a NaN has the NaN exponent 255.
+
+    Raises:
+        TypeError: `x` is not bfloat16, float16 or float32.
+        ValueError: K is not a multiple of `block`.
+    """
+    grouped = split_blocks("x", to_float32("x", x), block)
+    exponents = _exponents(grouped, E2M1_MAX, skip_nan=False)
+    codes = encode_e2m1(times_power_of_two(grouped, 127 - jnp.minimum(exponents, 254)))
+    return pack_e2m1(codes.reshape(jnp.shape(x))), exponents[..., 0].astype(jnp.uint8)
+
+
+def nvfp4_global_scale(w: ArrayLike) -> jax.Array:
+    """amax / 2688 over the last two axes of `w` [..., N, K], float32 [...]: 1 for a matrix of zeros
+    or denormals.
+
+    Never denormal itself, so that weights can be divided by it. NaNs are skipped.
+
+    Raises:
+        TypeError: `w` is not bfloat16, float16 or float32.
+    """
+    largest = block_amax(to_float32("w", w), (-2, -1), skip_nan=True)[..., 0, 0]
+    smallest_normal = float(jnp.finfo(jnp.float32).tiny)
+    scale = jnp.maximum(divide(largest, NVFP4_MAX), smallest_normal)
+    return jnp.where(largest < smallest_normal, 1.0, scale)
+
+
+def quantize_nvfp4(
+    x: ArrayLike,
+    global_scale: ArrayLike,
+    *,
+    block_floor: float = NVFP4_BLOCK_FLOOR,
+    reciprocal: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """NVFP4 of `x` [..., K] under a global scale g: E2M1 pairs, uint8 [..., K / 2], and
+    float8_e4m3fn [..., K / 16].
+
+    The value is e2m1 * e4m3 * g. A block's scale is amax(x / g) * (1 / 6) within [block_floor,
+    448], cast to E4M3; the values are x / g / scale, nearest even on E2M1. A block with a NaN has
+    the scale NaN.
+
+    Args:
+        x: bfloat16, float16 or float32 [..., K].
+        global_scale: float32; its axes are the leading ones of `x` (a scalar, one per expert, one
+            per row).
+        block_floor: the smallest block scale; 0 lets blocks far below their matrix vanish.
+        reciprocal: scale by amax / (6 g), and multiply by 1 / (scale * g) instead of dividing
+            twice, as the kernels do.
+
+    Raises:
+        TypeError: `x` or `global_scale` has another dtype.
+        ValueError: K is not a multiple of 16, or `global_scale` has axes that `x` has not.
+    """
+    grouped = split_blocks("x", to_float32("x", x), 16)
+    outer = _leading("global_scale", global_scale, jnp.shape(x), grouped.ndim)
+    if not reciprocal:
+        grouped = divide(grouped, outer)
+    largest = block_amax(grouped, (-1,))
+    ratio = divide(largest, E2M1_MAX * outer) if reciprocal else largest * (1 / E2M1_MAX)
+    scales = to_e4m3(jnp.maximum(ratio, block_floor))
+    decoded = from_e4m3(scales)
+    if reciprocal:
+        product = decoded * outer
+        inverse = jnp.where(decoded > 0, divide(jnp.ones_like(product), product), 0.0)
+        codes = encode_e2m1(grouped * inverse)
+    else:
+        codes = encode_e2m1(grouped, decoded)
+    return pack_e2m1(codes.reshape(jnp.shape(x))), scales[..., 0]
+
+
+def quantize_fp8_rows(
+    x: ArrayLike, *, block: int = 128, floor: float = _FP8_AMAX_FLOOR, by_product: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """E4M3 of `x` [..., K] with a float32 scale per `block` values: float8_e4m3fn [..., K], float32
+    [..., K / block].
+
+    The scale is max(amax, floor) / 448, or times the float32 nearest 1 / 448 with `by_product`;
+    values are x * (1 / scale), nearest even.
+
+    Raises:
+        TypeError: `x` is not bfloat16, float16 or float32.
+        ValueError: K is not a multiple of `block`.
+    """
+    grouped = split_blocks("x", to_float32("x", x), block)
+    values, scales = _cast_e4m3(grouped, (-1,), floor, by_product)
+    return values.reshape(jnp.shape(x)), scales[..., 0]
+
+
+def quantize_fp8_block(w: ArrayLike) -> tuple[jax.Array, jax.Array]:
+    """Block-FP8 of `w` [..., N, K]: float8_e4m3fn [..., N, K] and float32 [..., N / 128, K / 128].
+
+    A block's scale is max(amax, 1e-10) / 448; values are w * (1 / scale), nearest even.
+
+    Raises:
+        TypeError: `w` is not bfloat16, float16 or float32.
+        ValueError: N or K is not a multiple of 128.
+    """
+    *leading, rows, columns = jnp.shape(w)
+    _checks.multiple("w rows N", rows, 128)
+    _checks.multiple("w columns K", columns, 128)
+    tiles = to_float32("w", w).reshape(*leading, rows // 128, 128, columns // 128, 128)
+    values, scales = _cast_e4m3(tiles, (-3, -1), _FP8_AMAX_FLOOR, by_product=False)
+    return values.reshape(jnp.shape(w)), scales[..., 0, :, 0]
+
+
+def quantize_tokens_nvfp4(
+    x: ArrayLike, *, source: Literal["vllm", "sgl"] = "vllm"
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """NVFP4 of tokens `x` [..., K], each under its own scale of amax / 2688.
+
+    `source` says whose staging to follow. vLLM's floors amax at 1e-12, multiplies by 1 / 2688 and
+    floors block scales; sgl's floors amax at 1e-4, divides, and multiplies values by reciprocals.
+
+    Returns:
+        E2M1 pairs, uint8 [..., K / 2]; block scales, float8_e4m3fn [..., K / 16]; token scales,
+            float32 [...].
+
+    Raises:
+        TypeError: `x` is not bfloat16, float16 or float32.
+        ValueError: K is not a multiple of 16, or an unknown `source`.
+    """
+    _checks.one_of("source", source, ["vllm", "sgl"])
+    largest = block_amax(to_float32("x", x), (-1,), skip_nan=True)[..., 0]
+    if source == "vllm":
+        token_scale = jnp.maximum(largest, 1e-12) * (1 / NVFP4_MAX)
+        return *quantize_nvfp4(x, token_scale), token_scale
+    token_scale = divide(jnp.maximum(largest, _MX_AMAX_FLOOR), NVFP4_MAX)
+    return *quantize_nvfp4(x, token_scale, block_floor=0.0, reciprocal=True), token_scale
+
+
+def quantize_tokens_fp8_block(x: ArrayLike) -> tuple[jax.Array, jax.Array]:
+    """Tokens `x` [..., K] for SM90: float8_e4m3fn [..., K], float32 [..., K / 128] (sgl's
+    pre-dispatch).
+
+    Raises:
+        TypeError: `x` is not bfloat16, float16 or float32.
+        ValueError: K is not a multiple of 128.
+    """
+    return quantize_fp8_rows(x)
+
+
+def requantize_l2_nvfp4(a: ArrayLike, activation_scale: ArrayLike) -> tuple[jax.Array, jax.Array]:
+    """The second matmul's NVFP4 input from `a` [..., K] under one float32 scale, as vLLM's kernel.
+
+    Raises:
+        TypeError: `a` or `activation_scale` has another dtype.
+        ValueError: K is not a multiple of 16.
+    """
+    return quantize_nvfp4(a, activation_scale, reciprocal=True)
+
+
+def requantize_l2_fp8_block(a: ArrayLike) -> tuple[jax.Array, jax.Array]:
+    """The second matmul's input on SM90 from `a` [..., K]: float8_e4m3fn [..., K], float32 [..., K
+    / 128].
+
+    As sgl's kernel: the scale is a product with 1 / 448, the values a product with 1 / scale.
+
+    Raises:
+        TypeError: `a` is not bfloat16, float16 or float32.
+        ValueError: K is not a multiple of 128.
+    """
+    return quantize_fp8_rows(a, by_product=True)
+
+
+def nvfp4_l2_alpha(w2_global_scale: ArrayLike, activation_scale: ArrayLike) -> jax.Array:
+    """Factor of the second matmul's sum: w2's global scales [E] times the one L2 input scale."""
+    return jnp.asarray(w2_global_scale, jnp.float32) * jnp.asarray(activation_scale, jnp.float32)
+
+
+def dequantize_mxfp8(values: ArrayLike, exponents: ArrayLike) -> jax.Array:
+    """float32 [..., K] of E4M3 values [..., K] and UE8M0 exponents [..., K / block]; results below
+    2^-126 may be 0.
+
+    Raises:
+        TypeError: the values are not float8_e4m3fn, or the exponents not uint8 or float8_e8m0fnu.
+        ValueError: the exponents do not tile the values.
+    """
+    _checks.dtype("values", values, ["float8_e4m3fn"])
+    return _times_ue8m0(from_e4m3(values), exponents)
+
+
+def dequantize_mxfp4(packed: ArrayLike, exponents: ArrayLike) -> jax.Array:
+    """float32 [..., K] of E2M1 pairs [..., K / 2] and UE8M0 exponents [..., K / block]; see
+    `dequantize_mxfp8`.
+
+    Raises:
+        TypeError: the pairs are not uint8, or the exponents not uint8 or float8_e8m0fnu.
+        ValueError: the exponents do not tile the values.
+    """
+    return _times_ue8m0(decode_e2m1_pairs(packed).astype(jnp.float32), exponents)
+
+
+def dequantize_nvfp4(packed: ArrayLike, scales: ArrayLike, global_scale: ArrayLike) -> jax.Array:
+    """float32 [..., K] of E2M1 pairs [..., K / 2], E4M3 scales [..., K / 16] and a global scale of
+    leading axes.
+
+    Raises:
+        TypeError: the pairs are not uint8, the scales not float8_e4m3fn, or the global scale not
+            float32.
+        ValueError: the scales do not tile the values, or the global scale has axes that they have
+            not.
+    """
+    _checks.dtype("scales", scales, ["float8_e4m3fn"])
+    values = decode_e2m1_pairs(packed).astype(jnp.float32)
+    scales = expand_scales("scales", from_e4m3(scales), values.shape)
+    return values * scales * _leading("global_scale", global_scale, values.shape, values.ndim)
+
+
+def dequantize_fp8_block(values: ArrayLike, scales: ArrayLike) -> jax.Array:
+    """float32 [..., N, K] of E4M3 values and a float32 grid of scales that tiles them ([..., N /
+    128, K / 128], ...).
+
+    Raises:
+        TypeError: the values are not float8_e4m3fn, or the scales not float32.
+        ValueError: the scales do not tile the values.
+    """
+    _checks.dtype("values", values, ["float8_e4m3fn"])
+    _checks.dtype("scales", scales, ["float32"])
+    return from_e4m3(values) * expand_scales("scales", jnp.asarray(scales), jnp.shape(values))
+
+
+dequantize_tokens_fp8_block = dequantize_fp8_block
+
+
+def shared_scale_rows(num_tokens: int, block_m: int) -> np.ndarray:
+    """Where each token's scales stand in a fused shared expert's scale pages, int64 [num_tokens].
+
+    Each tile of `block_m` tokens has a page of `block_m` rows rounded up to 128, in the tensor
+    core's row order: within 128 rows, 32 j + i at 4 i + j.
+    """
+    token = np.arange(num_tokens)
+    tile, row = np.divmod(token, block_m)
+    page = -(-block_m // 128) * 128
+    return tile * page + row // 128 * 128 + row % 32 * 4 + row % 128 // 32
+
+
+def shared_scale_pages(scales: ArrayLike, block_m: int, num_rows: int | None = None) -> jax.Array:
+    """Token scale bytes [T, K / 32] as a fused shared expert's pages, int32 [K / 128, num_rows],
+    rows contiguous.
+
+    `num_rows` defaults to the pages in use; rows that no token has are 0.
+
+    Raises:
+        TypeError: the scales are not bytes.
+        ValueError: K / 32 is not a multiple of 4, or `num_rows` is too small.
+    """
+    words = pack_words(jnp.asarray(scales))
+    rows = shared_scale_rows(words.shape[0], block_m)
+    used = -(-words.shape[0] // block_m) * (-(-block_m // 128) * 128)
+    num_rows = used if num_rows is None else num_rows
+    _checks.at_most("scale rows in use", used, num_rows, "num_rows")
+    return jnp.zeros((words.shape[1], num_rows), jnp.int32).at[:, rows].set(words.T)
+
+
+def _exponents(grouped: jax.Array, limit: float, *, skip_nan: bool) -> jax.Array:
+    largest = jnp.maximum(block_amax(grouped, (-1,), skip_nan=skip_nan), _MX_AMAX_FLOOR)
+    return power_of_two_above(largest, limit)
+
+
+def _cast_e4m3(
+    x: jax.Array, axes: tuple[int, ...], floor: float, by_product: bool
+) -> tuple[jax.Array, jax.Array]:
+    largest = jnp.maximum(block_amax(x, axes, skip_nan=True), floor)
+    scales = largest * (1 / E4M3_MAX) if by_product else divide(largest, E4M3_MAX)
+    return to_e4m3(x * divide(jnp.ones_like(scales), scales)), scales
+
+
+def _times_ue8m0(values: jax.Array, exponents: ArrayLike) -> jax.Array:
+    bytes_ = ue8m0_bytes("exponents", exponents)
+    first, second = power_of_two_factors(bytes_.astype(jnp.int32) - 127)
+    first = jnp.where(bytes_ == 255, jnp.nan, first)
+    scaled = values * expand_scales("exponents", first, values.shape)
+    return scaled * expand_scales("exponents", second, values.shape)
+
+
+def _leading(name: str, scale: ArrayLike, shape: tuple[int, ...], rank: int) -> jax.Array:
+    """float32 `scale`, whose axes are the leading ones of `shape`, and axes of size 1
+    up to `rank`."""
+    _checks.dtype(name, scale, ["float32"])
+    scale = jnp.asarray(scale)
+    _checks.shape(name, scale, shape[:-1][: scale.ndim])
+    return scale.reshape(*scale.shape, *(1,) * (rank - scale.ndim))

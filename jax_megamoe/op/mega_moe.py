@@ -1,0 +1,305 @@
+"""`mega_moe`: check the arguments, choose an implementation, call it."""
+
+import logging
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, BFloat16, Bool, Float32, Int32
+
+from jax_megamoe import _checks, symmetric_memory
+from jax_megamoe import compile as compiler
+from jax_megamoe.config import MoEConfig
+from jax_megamoe.launch import deep_gemm
+from jax_megamoe.op.transforms import (
+    Axis,
+    Call,
+    Parameters,
+    Place,
+    Tokens,
+    add_shared,
+    run,
+    zero_padding,
+)
+from jax_megamoe.routing.replicas import ReplicaMap, check_map
+from jax_megamoe.routing.stats import capture
+from jax_megamoe.weights.params import ExpertWeights, check_weights
+
+IMPLEMENTATIONS = ("deep_gemm", "xla", "reference")
+
+_log = logging.getLogger("jax_megamoe")
+
+
+def mega_moe(  # noqa: PLR0913 (one keyword for each thing a call may need)
+    x: BFloat16[Array, "tokens hidden"],
+    topk_ids: Int32[Array, "tokens top_k"],
+    topk_weights: Float32[Array, "tokens top_k"],
+    weights: ExpertWeights,
+    *,
+    config: MoEConfig,
+    mesh: Mesh | None = None,
+    axis: Axis | None = None,
+    padding_mask: Bool[Array, " tokens"] | None = None,
+    eplb: ReplicaMap | None = None,
+    shared_experts: Callable[[Array], Array] | None = None,
+    implementation: str | None = None,
+    return_stats: bool = False,
+    name: str = "mega_moe",
+) -> Any:
+    """Routed experts of one MoE layer: dispatch, both matmuls, the activation and the combine.
+
+    Three ways to call it: on one device (no axis); outside `shard_map` with `mesh` (or the current
+    one, `jax.set_mesh`) and `axis`, x being the global array whose rows the axis splits; and inside
+    the caller's `shard_map` with `axis`, everything being this rank's part. Every rank must make
+    the call, if only with padding.
+
+    A top-k weight of 0 does not mask an expert (0 times an overflowed hidden value is NaN, as in
+    the kernels): use the id -1.
+
+    Derivatives: `xla` and `reference` have reverse-mode gradients for `x` and `topk_weights`, and
+    for what `shared_experts` closes over. They are straight-through: every rounding, to BF16 and to
+    a block format, counts as the identity, also where it saturates. Parameters are constants (float
+    ones get zeros). The backward pass quantises, exchanges and multiplies again, an expert at a
+    time; only the arguments are kept for it. `deep_gemm` has none and says so.
+
+    `jax.vmap` over tokens, ids, top-k weights and masks makes one call with the rows of all
+    elements, which together must not exceed max_num_tokens; over weights or `eplb`, or with
+    `return_stats`, it is refused.
+
+    Args:
+        x: bfloat16 [T, H]; T at most config.max_num_tokens on each rank, and may be 0.
+        topk_ids: int32 [T, K], logical expert ids; -1 for unrouted. Ids out of range raise when
+            the array is concrete and are unrouted when it is traced. Duplicates both count;
+            `deep_gemm` has room for max_num_tokens slots of one rank at one expert, which only
+            duplicates can exceed: a router that repeats an expert in many tokens must use `xla`.
+        topk_weights: float32 [T, K].
+        weights: the parameters; split over the axis along their first dimension.
+        config: the layer.
+        mesh: mesh that has the axis; other axes of it are not used for experts or tokens.
+        axis: the expert-parallel mesh axis, or several.
+        padding_mask: bool [T], True for rows that are no tokens: they are routed nowhere, counted
+            nowhere, their output is 0 and their content has no effect.
+        eplb: where replicas are; None: slot p holds logical expert p % num_logical_experts. A map
+            with a slot out of range raises when it is concrete and routes nowhere when it is
+            traced.
+        shared_experts: an unfused shared expert: its value for x, padded rows 0, is added. An
+            error where `weights` hold a fused one.
+        implementation: ``"deep_gemm"``, ``"xla"`` or ``"reference"``; None for the fastest that
+            runs here. A named one never falls back.
+        return_stats: also return the tokens of each local expert.
+        name: what a `capture_routing` callback is told.
+
+    Returns:
+        y, bfloat16 [T, H]; with return_stats (y, int32 [E]), E the local physical experts (all of
+        them, sharded over the axis, outside `shard_map`).
+
+    Raises:
+        ValueError: a shape, id, axis, mesh or size that does not fit.
+        TypeError: a dtype that does not fit.
+        NotImplementedError: the named implementation cannot run here; a gradient of `deep_gemm`;
+            a batch that `jax.vmap` cannot fold into tokens.
+    """
+    place = place_of(config, mesh, axis)
+    _check_arrays(x, topk_ids, topk_weights, padding_mask, eplb, config)
+    _check_num_tokens(x.shape[0], config, place)
+    local_experts = config.num_experts
+    if place.inside:
+        local_experts = config.experts_per_rank(place.num_ranks)
+    check_weights(config, weights, local_experts)
+    _check_shared(config, weights, shared_experts)
+    tokens = dict(x=x, topk_ids=topk_ids, topk_weights=topk_weights, padding_mask=padding_mask)
+    _check_shardings(place, tokens, weights)
+    call = _choose(config, weights, place, x, implementation)
+    capture(name, topk_ids, padding_mask, None if place.inside else place.mesh)
+    y, counts = run(
+        Tokens(x, topk_ids, topk_weights, padding_mask),
+        Parameters(weights, eplb),
+        call=call._replace(with_stats=return_stats),
+    )
+    if shared_experts is not None:
+        # NaN in a padded row would reach the gradients of what the function closes over.
+        y = add_shared(y, shared_experts(zero_padding(x, padding_mask)), padding_mask)
+    return (y, counts) if return_stats else y
+
+
+def place_of(config: MoEConfig, mesh: Mesh | None, axis: Axis | None) -> Place:
+    """Where a call with this mesh and axis runs.
+
+    Raises:
+        ValueError: a mesh without an axis, an axis that no mesh has, experts that do not divide.
+    """
+    if axis is None:
+        if mesh is not None:
+            raise ValueError(_checks.message("axis", "the expert-parallel axis of the mesh", None))
+        return Place(None, 1, False, None)
+    names = (axis,) if isinstance(axis, str) else tuple(axis)
+    context = jax.sharding.get_abstract_mesh()
+    inside = bool(names) and set(names) <= set(context.manual_axes)
+    used = context if mesh is None else mesh
+    missing = [name for name in names if name not in used.shape]
+    if missing or not names:
+        where = f"one of {list(used.shape)}" if used.shape else "an axis of a mesh"
+        hint = "pass mesh=, use jax.set_mesh, or call inside jax.shard_map over the axis"
+        raise ValueError(_checks.message("axis", where, repr(axis), hint))
+    num_ranks = math.prod(used.shape[name] for name in names)
+    config.experts_per_rank(num_ranks)
+    return Place(names[0] if len(names) == 1 else names, num_ranks, inside, used)
+
+
+def _check_arrays(
+    x: Any, topk_ids: Any, topk_weights: Any, mask: Any, eplb: Any, config: MoEConfig
+) -> None:
+    _checks.shape("x", x, ("num_tokens", config.hidden_size))
+    num_tokens = x.shape[0]
+    _checks.dtype("x", x, ["bfloat16"], "x.astype(jnp.bfloat16) rounds it")
+    for name, array, dtype in (
+        ("topk_ids", topk_ids, "int32"),
+        ("topk_weights", topk_weights, "float32"),
+    ):
+        _checks.shape(name, array, (num_tokens, config.top_k))
+        _checks.dtype(name, array, [dtype])
+    if mask is not None:
+        _checks.shape("padding_mask", mask, (num_tokens,))
+        _checks.dtype("padding_mask", mask, ["bool"])
+    if eplb is not None:
+        check_map(config, eplb)
+    if not isinstance(topk_ids, Tracer):
+        _check_ids(topk_ids, config)
+
+
+def _check_ids(topk_ids: Any, config: MoEConfig) -> None:
+    """Refuses ids out of range, in what this process holds of a concrete array."""
+    shards = getattr(topk_ids, "addressable_shards", None)
+    parts = [topk_ids] if shards is None else [shard.data for shard in shards]
+    for ids in (np.asarray(part) for part in parts if part.size):
+        low, high = int(ids.min()), int(ids.max())
+        if low < -1 or high >= config.logical_experts:
+            expected = f"expert ids in [0, {config.logical_experts}), or -1 for unrouted"
+            raise ValueError(_checks.message("topk_ids", expected, f"ids from {low} to {high}"))
+
+
+def _check_num_tokens(num_tokens: int, config: MoEConfig, place: Place) -> None:
+    if not place.inside:
+        _checks.multiple("x rows", num_tokens, place.num_ranks, "pad x and mask the padding")
+        num_tokens //= place.num_ranks
+    _checks.at_most("num_tokens", num_tokens, config.max_num_tokens, "max_num_tokens")
+
+
+def _check_shared(
+    config: MoEConfig, weights: ExpertWeights, shared_experts: Callable[[Array], Array] | None
+) -> None:
+    if shared_experts is not None and weights.shared is not None:
+        expected = "None: the weights hold a fused shared expert"
+        raise ValueError(_checks.message("shared_experts", expected, "a function"))
+    if config.num_shared_experts and shared_experts is None and weights.shared is None:
+        raise ValueError(
+            _checks.message(
+                "shared_experts",
+                f"a function, or fused shared weights, for config.num_shared_experts = "
+                f"{config.num_shared_experts}",
+                "neither",
+                "use num_shared_experts=0 where the shared expert is computed elsewhere",
+            )
+        )
+
+
+def _check_shardings(place: Place, tokens: dict[str, Any], weights: ExpertWeights) -> None:
+    """Refuses inputs that JAX would gather silently: sharded in another way than the axis does.
+
+    Sees the sharding of concrete arrays and of traced ones with Explicit axes.
+    """
+    if place.inside:
+        return
+    allowed = set(() if place.axis is None else _names(place.axis))
+    over = f"split over {sorted(allowed)} along the first dimension alone"
+    hint = "call inside your own jax.shard_map"
+    inner = "there is no tensor parallelism inside an expert"
+    if not allowed:
+        over, hint, inner = "one device's array", "pass mesh= and axis=", "pass mesh= and axis="
+    for name, array in tokens.items():
+        _check_sharding(name, array, allowed, over, hint)
+    for name, array in weights.arrays().items():
+        if name.startswith("shared_"):
+            unfused = "pass a sharded shared expert as the function shared_experts="
+            _check_sharding(f"weights.{name}", array, set(), "a replicated array", unfused)
+        else:
+            _check_sharding(f"weights.{name}", array, allowed, over, inner)
+
+
+def _check_sharding(name: str, array: Any, allowed: set[str], expected: str, hint: str) -> None:
+    spec = _spec(array)
+    used = {axis for entry in spec[:1] for axis in entry}
+    if used - allowed or any(spec[1:]):
+        raise ValueError(_checks.message(name, expected, f"sharding {spec}", hint))
+
+
+def _spec(array: Any) -> tuple[tuple[str, ...], ...]:
+    """The known partition spec of an array over axes of more than one device, or ()."""
+    if isinstance(array, Tracer):
+        sharding = jax.typeof(array).sharding
+    else:
+        sharding = getattr(array, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return ()
+    sizes = sharding.mesh.shape
+    return tuple(
+        tuple(axis for axis in _names(entry) if sizes[axis] > 1) for entry in sharding.spec
+    )
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    """Axes in one entry of a PartitionSpec, or in an `Axis`."""
+    if entry is None or entry is P.UNCONSTRAINED:
+        return ()
+    return entry if isinstance(entry, tuple) else (entry,)
+
+
+def _choose(
+    config: MoEConfig, weights: ExpertWeights, place: Place, x: Any, implementation: str | None
+) -> Call:
+    """The implementation, and deep_gemm's route to its kernel."""
+    call = Call(config, place, "xla")
+    if implementation is None:
+        try:
+            return _deep_gemm(call, weights, x)
+        except (NotImplementedError, ValueError, ImportError, compiler.MissingDependency) as error:
+            _log_fallback(config, str(error))
+            return call
+    _checks.one_of("implementation", implementation, IMPLEMENTATIONS)
+    if implementation == "deep_gemm":
+        return _deep_gemm(call, weights, x)
+    return call._replace(implementation=implementation)
+
+
+@lru_cache
+def _log_fallback(config: MoEConfig, reason: str) -> None:
+    """Says once for each config and reason why it runs `xla`: loudly where a GPU is idle for it."""
+    level = logging.WARNING if jax.default_backend() == "gpu" else logging.INFO
+    _log.log(level, "%s runs implementation xla: %s", config, reason)
+
+
+def _deep_gemm(call: Call, weights: ExpertWeights, x: Any) -> Call:
+    place = call.place
+    if place.axis is None:
+        concrete = isinstance(x, jax.Array) and not isinstance(x, Tracer)
+        devices = x.devices() if concrete else {deep_gemm.default_device()}
+        groups = [[device] for device in sorted(devices, key=lambda device: device.id)]
+    elif isinstance(place.mesh, Mesh):
+        groups = symmetric_memory.groups_of(place.mesh, place.axis)
+    else:
+        groups = None
+    route = deep_gemm.find_route(
+        call.config,
+        groups,
+        place.axis,
+        num_ranks=place.num_ranks,
+        weights=weights,
+        num_tokens=x.shape[0] if place.inside else x.shape[0] // place.num_ranks,
+    )
+    return call._replace(implementation="deep_gemm", route=route)

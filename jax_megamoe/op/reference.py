@@ -1,0 +1,262 @@
+"""The einsum oracle: every expert applied to every token, rounding where the kernel rounds."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, BFloat16, Bool, Float, Float32, Int32
+
+from jax_megamoe.config import Activation, MoEConfig
+from jax_megamoe.formats import WEIGHT_FORMATS, WeightFormat
+from jax_megamoe.numerics import expert
+from jax_megamoe.op.staging import QuantizedTokens, StagedTokens, route, stage
+from jax_megamoe.routing.replicas import ReplicaMap, check_map
+from jax_megamoe.weights.experts import dequantize_biases, dequantize_experts, dequantize_shared
+from jax_megamoe.weights.params import ExpertWeights, check_weights
+
+Axis = str | tuple[str, ...]
+
+_einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+def einsum_moe(
+    x: BFloat16[Array, "tokens hidden"],
+    topk_ids: Int32[Array, "tokens top_k"],
+    topk_weights: Float32[Array, "tokens top_k"],
+    weights: ExpertWeights,
+    *,
+    config: MoEConfig,
+    exact: bool = False,
+    padding_mask: Bool[Array, " tokens"] | None = None,
+    eplb: ReplicaMap | None = None,
+) -> Array:
+    """The layer as plain einsums on one device, to compare with.
+
+    Costs num_experts / top_k times the FLOPs of the layer and holds one expert's hidden values of
+    all tokens: for tests and notebooks.
+
+    Differentiable, forwards and backwards, for `x` and `topk_weights` (exact: biases and scales
+    too); a rounding counts as the identity, also where it saturates. `jax.vmap` works.
+
+    Args:
+        x: bfloat16 [T, H].
+        topk_ids: int32 [T, K], logical expert ids, -1 for unrouted.
+        topk_weights: float32 [T, K].
+        weights: all experts.
+        config: the layer.
+        exact: float32 throughout, no quantisation of tokens or hidden values (the weights stay what
+            they are): the truth to measure errors against.
+        padding_mask: bool [T], True for rows that are no tokens; their output is 0.
+        eplb: where replicas are.
+
+    Returns:
+        bfloat16 [T, H]; float32 if exact.
+
+    Raises:
+        ValueError, TypeError: `weights` or `eplb` are not the config's.
+    """
+    check_weights(config, weights)
+    if eplb is not None:
+        check_map(config, eplb)
+    return _einsum_moe(
+        (x, topk_ids, topk_weights), weights, padding_mask, eplb, config=config, exact=exact
+    )
+
+
+@partial(jax.jit, static_argnames=("config", "exact"))
+def _einsum_moe(
+    tokens: tuple[Array, Array, Array],
+    weights: ExpertWeights,
+    padding_mask: Array | None,
+    eplb: ReplicaMap | None,
+    *,
+    config: MoEConfig,
+    exact: bool,
+) -> Array:
+    x, topk_ids, topk_weights = tokens
+    if padding_mask is not None:
+        x = jnp.where(padding_mask[:, None], jnp.zeros_like(x), x)  # else NaN in the gradients
+    if exact:
+        ids, factors = route(
+            topk_ids, topk_weights, config=config, padding_mask=padding_mask, eplb=eplb
+        )
+        unrounded = QuantizedTokens(x.astype(jnp.float32))
+        staged = StagedTokens(unrounded, ids, factors, unrounded)
+    else:
+        fused = weights.shared is not None
+        staged = stage(
+            x,
+            topk_ids,
+            topk_weights,
+            config=config,
+            padding_mask=padding_mask,
+            eplb=eplb,
+            fused_shared=fused,
+        )
+        staged = _straight_through(staged, x)
+    total = moe(staged, weights, config=config, exact=exact)
+    if padding_mask is not None:
+        total = jnp.where(padding_mask[:, None], 0, total)
+    return total if exact else total.astype(jnp.bfloat16)
+
+
+def moe(
+    staged: StagedTokens,
+    weights: ExpertWeights,
+    *,
+    config: MoEConfig,
+    axis: Axis | None = None,
+    num_ranks: int = 1,
+    exact: bool = False,
+) -> Float32[Array, "tokens hidden"]:
+    """The layer on one rank's staged tokens: as `xla.moe`, but all ranks' tokens go everywhere.
+
+    Args:
+        staged: this rank's tokens.
+        weights: this rank's experts.
+        config: the layer.
+        axis: the manual mesh axis (axes) of expert parallelism; None on one rank.
+        num_ranks: its size.
+        exact: float32 throughout.
+    """
+    form = config.weight_format
+    scale = None
+    if form.weight.has_global_scale and not exact:
+        scale = expert.input_scale(weights.w2_input_scale, axis)
+    everyone, first_expert = staged, jnp.int32(0)
+    if axis is not None:
+        gather = partial(lax.all_gather, axis_name=axis, axis=0, tiled=True)
+        everyone = jax.tree.map(gather, staged)
+        first_expert = lax.axis_index(axis) * weights.w13_weight.shape[0]
+    slots = _slots(everyone, weights, config, first_expert, scale, exact)
+    if axis is not None:
+        slots = lax.psum_scatter(slots, axis, scatter_dimension=0, tiled=True)
+    shared = _shared(staged, weights, config, exact)
+    weighs = exact or form.weighs_in_combine
+    return expert.combine(slots, staged.topk_weights if weighs else None, shared)
+
+
+def gradients(
+    staged: StagedTokens,
+    cotangent: Float32[Array, "tokens hidden"],
+    weights: ExpertWeights,
+    *,
+    config: MoEConfig,
+    axis: Axis | None = None,
+    num_ranks: int = 1,
+) -> tuple[Float32[Array, "tokens hidden"], Float32[Array, "tokens top_k"]]:
+    """As `xla.gradients`, by JAX's own rules; holds the hidden values of all experts."""
+
+    def total(x: Array, topk_weights: Array) -> Array:
+        smooth = _straight_through(replace(staged, topk_weights=topk_weights), x)
+        return moe(smooth, weights, config=config, axis=axis, num_ranks=num_ranks)
+
+    # Straight through the cast, x's value does not matter.
+    _, pull = jax.vjp(total, jnp.zeros_like(cotangent), staged.topk_weights)
+    return pull(cotangent)
+
+
+def _straight_through(staged: StagedTokens, x: Float[Array, "tokens hidden"]) -> StagedTokens:
+    """The same with tokens decoded to float32, which have the derivative of `x`."""
+    x = x.astype(jnp.float32)
+
+    def decoded(tokens: QuantizedTokens, scale: Array | None) -> QuantizedTokens:
+        values = tokens.decoded().astype(jnp.float32)
+        exact = x if scale is None else x / scale[:, None]
+        return QuantizedTokens(expert.straight_through(exact, values), None, scale)
+
+    shared, scale = staged.shared_tokens, staged.tokens.token_scale
+    if scale is not None:
+        # The scale of a token that goes nowhere may be NaN.
+        scale = jnp.where((staged.topk_ids >= 0).any(axis=1), scale, jnp.float32(1))
+    if shared is not None:
+        shared = decoded(shared, shared.token_scale)
+    return replace(staged, tokens=decoded(staged.tokens, scale), shared_tokens=shared)
+
+
+def _only(tokens: QuantizedTokens, rows: Bool[Array, " tokens"]) -> QuantizedTokens:
+    """The tokens of some rows, the others 0."""
+
+    def keep(array: Array) -> Array:
+        return jnp.where(rows.reshape(-1, *(1,) * (array.ndim - 1)), array, jnp.zeros_like(array))
+
+    return jax.tree.map(keep, tokens)
+
+
+def _slots(
+    staged: StagedTokens,
+    weights: ExpertWeights,
+    config: MoEConfig,
+    first_expert: Array,
+    activation_scale: Array | None,
+    exact: bool,
+) -> Float32[Array, "tokens top_k hidden"]:
+    """Each (token, slot)'s output, zero where `weights` do not hold the slot's expert."""
+    gate, up, down = dequantize_experts(config, weights)
+    local = dict(gate=gate, up=up, down=down) | dequantize_biases(weights)
+    local["id"] = first_expert + jnp.arange(gate.shape[0], dtype=jnp.int32)
+
+    def add_expert(slots: Array, parts: dict[str, Array]) -> tuple[Array, None]:
+        here = staged.topk_ids == parts["id"]
+        y = _expert(
+            # What other tokens would overflow here must not reach their gradients, as 0 * inf.
+            _only(staged.tokens, here.any(axis=1)),
+            staged.topk_weights,
+            parts,
+            (config.activation, config.weight_format, exact),
+            activation_scale,
+        )
+        return jnp.where(here[..., None], y, slots), None
+
+    shape = (*staged.topk_ids.shape, config.hidden_size)
+    empty = jnp.zeros(shape, jnp.float32) + expert.varying_zero(staged.topk_ids, gate)
+    return lax.scan(add_expert, empty, local)[0]
+
+
+def _shared(
+    staged: StagedTokens, weights: ExpertWeights, config: MoEConfig, exact: bool
+) -> Float32[Array, "tokens hidden"] | None:
+    if weights.shared is None or staged.shared_tokens is None or config.shared_format is None:
+        return None
+    parts: dict[str, Any] = dict(
+        zip(("gate", "up", "down"), dequantize_shared(config, weights), strict=True)
+    )
+    ones = jnp.ones((staged.topk_ids.shape[0], 1), jnp.float32)
+    how = (config.activation, WEIGHT_FORMATS[config.shared_format], exact)
+    return _expert(staged.shared_tokens, ones, parts, how, None)[:, 0]
+
+
+def _expert(
+    tokens: QuantizedTokens,
+    topk_weights: Float32[Array, "tokens slots"],
+    parts: dict[str, Any],
+    how: tuple[Activation, WeightFormat, bool],
+    activation_scale: Array | None,
+) -> Float32[Array, "tokens slots hidden"]:
+    """One expert on all tokens, once for each slot's top-k weight."""
+    activation, form, exact = how
+    x = tokens.decoded().astype(jnp.float32)
+    gate = _einsum("th,ih->ti", x, parts["gate"])
+    up = _einsum("th,ih->ti", x, parts["up"])
+    if tokens.token_scale is not None:
+        gate, up = gate * tokens.token_scale[:, None], up * tokens.token_scale[:, None]
+    if "gate_bias" in parts:
+        gate, up = gate + parts["gate_bias"][None], up + parts["up_bias"][None]
+    if exact:
+        act = expert.activate(gate, up, activation)
+    else:
+        act = expert.rounded_activation(gate, up, activation, form)
+    weighs_here = not (exact or form.weighs_in_combine)
+    factor = topk_weights if weighs_here else jnp.ones_like(topk_weights)
+    act = act[:, None] * factor[..., None]
+    if not exact:
+        act = expert.requantize(act, form, activation_scale).astype(jnp.float32)
+    y = _einsum("tki,hi->tkh", act, parts["down"])
+    if activation_scale is not None:
+        y = y * activation_scale
+    if "down_bias" in parts:
+        y = y + factor[..., None] * parts["down_bias"][None, None]
+    return y if exact else expert.round_bf16(y)

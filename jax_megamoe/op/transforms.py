@@ -1,0 +1,266 @@
+"""How a checked call runs: over the mesh's ranks, under `jax.grad` and under `jax.vmap`.
+
+The layers, outside in: jit; the derivative rule; `shard_map`, unless the caller is inside one; the
+batching rule; one rank's part.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, BFloat16, Bool, Float32, Int32
+
+from jax_megamoe import _checks
+from jax_megamoe.config import MoEConfig
+from jax_megamoe.launch import deep_gemm, launcher
+from jax_megamoe.numerics import expert
+from jax_megamoe.op import reference, xla
+from jax_megamoe.op.staging import StagedTokens, quantize_tokens, stage
+from jax_megamoe.routing.replicas import ReplicaMap
+from jax_megamoe.weights.params import ExpertWeights
+
+Axis = str | tuple[str, ...]
+
+
+class Tokens(NamedTuple):
+    """The arrays of a call with a row a token, a pytree."""
+
+    x: BFloat16[Array, "tokens hidden"]
+    topk_ids: Int32[Array, "tokens top_k"]
+    topk_weights: Float32[Array, "tokens top_k"]
+    padding_mask: Bool[Array, " tokens"] | None
+
+
+class Parameters(NamedTuple):
+    """The other arrays of a call, a pytree."""
+
+    weights: ExpertWeights
+    eplb: ReplicaMap | None
+
+    def partition_specs(self, axis: Axis) -> "Parameters":
+        """The same tree of PartitionSpecs: experts split, the rest replicated."""
+        eplb = jax.tree.map(lambda _: P(), self.eplb)
+        return Parameters(self.weights.partition_specs(axis), eplb)
+
+
+class Place(NamedTuple):
+    """Where a call runs: its axis, the ranks of it, and whether the caller is already inside.
+
+    mesh is the one given, else the current one, which inside a trace has no devices.
+    """
+
+    axis: Axis | None
+    num_ranks: int
+    inside: bool
+    mesh: Mesh | AbstractMesh | None
+
+
+class Call(NamedTuple):
+    """What is static of a call: the implementation chosen, deep_gemm's route to its kernel."""
+
+    config: MoEConfig
+    place: Place
+    implementation: str
+    route: deep_gemm.Route | None = None
+    with_stats: bool = False
+
+
+Result = tuple[BFloat16[Array, "tokens hidden"], Int32[Array, " experts"] | None]
+
+
+@partial(jax.jit, static_argnames="call")
+def run(tokens: Tokens, parameters: Parameters, *, call: Call) -> Result:
+    """(y, tokens of each expert), the second for `with_stats` alone."""
+    place = call.place
+    if tokens.x.shape[0] == 0:
+        zero = expert.varying_zero(tokens.x, parameters.weights.w13_weight).astype(jnp.int32)
+        counts = jnp.zeros_like(parameters.weights.w13_weight[:, 0, 0], jnp.int32) + zero
+        return tokens.x, counts if call.with_stats else None
+    if place.axis is not None and not place.inside:
+        mesh = place.mesh
+        assert mesh is not None
+        if any(kind == AxisType.Explicit for kind in mesh.axis_types):
+            specs = jax.tree.map(lambda _: P(place.axis), tokens)
+            specs = specs, parameters.partition_specs(place.axis)
+            tokens, parameters = jax.tree.map(
+                lambda a, spec: jax.reshard(a, NamedSharding(mesh, spec)),
+                (tokens, parameters),
+                specs,
+            )
+    return _differentiable(_varying_alike(tokens, parameters), parameters, call)
+
+
+def _varying_alike(tokens: Tokens, parameters: Parameters) -> Tokens:
+    """Tokens that vary over every manual axis that any operand does: so does their gradient."""
+    arrays = jax.tree.leaves((tokens, parameters))
+    axes: frozenset[str] = frozenset().union(*map(launcher.varying_axes, arrays))
+    return jax.tree.map(lambda array: launcher.vary(array, axes), tokens)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _differentiable(tokens: Tokens, parameters: Parameters, call: Call) -> Result:
+    out_specs = (P(call.place.axis), P(call.place.axis) if call.with_stats else None)
+    return _on_ranks(_forward, tokens, parameters, call, out_specs)
+
+
+def _differentiable_fwd(
+    tokens: Tokens, parameters: Parameters, call: Call
+) -> tuple[Result, tuple[Tokens, Parameters]]:
+    if call.implementation == "deep_gemm":
+        expected = "xla or reference where gradients are taken: deep_gemm has none"
+        hint = "pass implementation='xla'"
+        raise NotImplementedError(_checks.message("implementation", expected, "deep_gemm", hint))
+    return _differentiable(tokens, parameters, call), (tokens, parameters)
+
+
+def _differentiable_bwd(
+    call: Call, saved: tuple[Tokens, Parameters], cotangents: tuple[Array, Any]
+) -> tuple[Tokens, None]:
+    tokens, parameters = saved
+    out_specs = (P(call.place.axis), P(call.place.axis))
+    rows = (tokens, cotangents[0])
+    of_x, of_weights = _on_ranks(_backward, rows, parameters, call, out_specs)
+    return Tokens(of_x, None, of_weights, None), None  # pyright: ignore[reportArgumentType]
+
+
+_differentiable.defvjp(_differentiable_fwd, _differentiable_bwd)
+
+
+def _on_ranks(
+    local: Callable[..., Any], rows: Any, parameters: Parameters, call: Call, out_specs: Any
+) -> Any:
+    """`local(rows, parameters, call)` on every rank of the axis, or right here."""
+    local = _folding_batches(local, call)
+    axis, mesh = call.place.axis, call.place.mesh
+    if axis is None or mesh is None or call.place.inside:
+        return local(rows, parameters)
+    in_specs = (jax.tree.map(lambda _: P(axis), rows), parameters.partition_specs(axis))
+    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(rows, parameters)
+
+
+def _folding_batches(local: Callable[..., Any], call: Call) -> Callable[..., Any]:
+    """`local` of (rows, parameters) that takes a batch of rows as more rows of one call."""
+    folding = custom_vmap(partial(local, call=call))
+
+    @folding.def_vmap
+    def fold(size: int, batched: Any, rows: Any, parameters: Parameters) -> tuple[Any, Any]:
+        if size == 0:
+            raise ValueError(_checks.message("jax.vmap", "at least one element", size))
+        if any(jax.tree.leaves(batched[1])):
+            expected = "the same for all elements of jax.vmap"
+            hint = "call mega_moe for one after the other (jax.lax.map)"
+            raise NotImplementedError(
+                _checks.message("weights and eplb", expected, "a batch", hint)
+            )
+        if call.with_stats:
+            hint = "count with jax_megamoe.moe_stats"
+            raise NotImplementedError(
+                _checks.message("return_stats", "False under jax.vmap", True, hint)
+            )
+
+        def as_rows(array: Array, is_batched: bool) -> Array:
+            if not is_batched:
+                array = jnp.broadcast_to(array[None], (size, *array.shape))
+            return array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])
+
+        def as_batch(array: Array) -> Array:
+            return array.reshape(size, array.shape[0] // size, *array.shape[1:])
+
+        rows = jax.tree.map(as_rows, rows, batched[0])
+        num_tokens, limit = jax.tree.leaves(rows)[0].shape[0], call.config.max_num_tokens
+        _checks.at_most("num_tokens of all of jax.vmap", num_tokens, limit, "max_num_tokens")
+        out = jax.tree.map(as_batch, folding(rows, parameters))
+        return out, jax.tree.map(lambda _: True, out)
+
+    return folding
+
+
+def _forward(tokens: Tokens, parameters: Parameters, call: Call) -> Result:
+    """One rank's part of the call."""
+    config, place, weights = call.config, call.place, parameters.weights
+    if call.route is not None:
+        return _launch(tokens, parameters, call)
+    staged = _staged(tokens, parameters, call)
+    counts = None
+    if call.with_stats:
+        counts = expert.count_tokens(staged.topk_ids, config.num_experts)
+        if place.axis is not None:
+            counts = lax.psum_scatter(counts, place.axis, scatter_dimension=0, tiled=True)
+    moe = reference.moe if call.implementation == "reference" else xla.moe
+    total = moe(staged, weights, config=config, axis=place.axis, num_ranks=place.num_ranks)
+    return zero_padding(total, tokens.padding_mask).astype(jnp.bfloat16), counts
+
+
+def _launch(tokens: Tokens, parameters: Parameters, call: Call) -> Result:
+    """One rank's part of a call by the kernels."""
+    config, weights, route = call.config, parameters.weights, call.route
+    assert route is not None
+    with jax.named_scope("mega_moe/launch"):
+        y, counts = deep_gemm.moe(
+            *tokens[:3],
+            weights,
+            config=config,
+            route=route,
+            axis=call.place.axis,
+            padding_mask=tokens.padding_mask,
+            eplb=parameters.eplb,
+            with_stats=call.with_stats,
+        )
+    if weights.shared is None:
+        return y, counts  # a row without experts comes out 0
+    if not route.fuses_shared:
+        assert config.shared_format is not None
+        with jax.named_scope("mega_moe/shared"):
+            quantised = quantize_tokens(tokens.x, config.shared_format)
+            shared = xla.shared_expert(quantised, weights, config)
+            assert shared is not None
+            y = add_shared(y, shared, tokens.padding_mask)
+    return zero_padding(y, tokens.padding_mask), counts
+
+
+def _staged(tokens: Tokens, parameters: Parameters, call: Call) -> StagedTokens:
+    with jax.named_scope("mega_moe/staging"):
+        return stage(
+            *tokens[:3],
+            config=call.config,
+            padding_mask=tokens.padding_mask,
+            eplb=parameters.eplb,
+            fused_shared=parameters.weights.shared is not None,
+        )
+
+
+def _backward(
+    rows: tuple[Tokens, BFloat16[Array, "tokens hidden"]], parameters: Parameters, call: Call
+) -> tuple[BFloat16[Array, "tokens hidden"], Float32[Array, "tokens top_k"]]:
+    """One rank's gradients of x and topk_weights; 0 in padded rows, whatever they hold."""
+    tokens, cotangent = rows
+    x, mask, place = tokens.x, tokens.padding_mask, call.place
+    staged = _staged(tokens, parameters, call)
+    gradients = reference.gradients if call.implementation == "reference" else xla.gradients
+    of_x, of_weights = gradients(
+        staged,
+        zero_padding(cotangent, mask).astype(jnp.float32),
+        parameters.weights,
+        config=call.config,
+        axis=place.axis,
+        num_ranks=place.num_ranks,
+    )
+    return zero_padding(of_x, mask).astype(x.dtype), of_weights
+
+
+def zero_padding(rows: Array, padding_mask: Array | None) -> Array:
+    """Rows with 0 where padding_mask is True."""
+    return rows if padding_mask is None else jnp.where(padding_mask[:, None], 0, rows)
+
+
+def add_shared(y: Array, shared: Array, padding_mask: Array | None) -> Array:
+    """y plus an unfused shared expert's output, 0 in padded rows."""
+    _checks.shape("shared_experts(x)", shared, y.shape)
+    total = y.astype(jnp.float32) + shared.astype(jnp.float32)
+    return zero_padding(total, padding_mask).astype(y.dtype)

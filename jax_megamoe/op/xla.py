@@ -1,0 +1,369 @@
+"""The portable implementation: sort by expert, exchange over the EP axis, grouped matmuls.
+
+`moe` is the layer, `gradients` its backward pass: the same rows take the same way, now with the
+cotangents of their tokens, and each expert's part is computed again where it is differentiated.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, BFloat16, Float32, Int32, UInt16
+
+from jax_megamoe.config import MoEConfig
+from jax_megamoe.formats import WEIGHT_FORMATS, WeightFormat
+from jax_megamoe.numerics import expert
+from jax_megamoe.op.staging import QuantizedTokens, StagedTokens, restore_tokens
+from jax_megamoe.weights.experts import stored_matrix
+from jax_megamoe.weights.params import INTERLEAVE_8, ExpertWeights
+
+Axis = str | tuple[str, ...]
+
+_SLACK = 1.25
+"""Rows that one exchange carries to a rank, over an even share; the rest go in another round."""
+_MIN_ROWS = 8
+_MAX_BLOCK = 128
+"""Rows of one expert that are multiplied at once, at most."""
+
+
+class _Rows(NamedTuple):
+    """Tokens on their way through the experts, one row per (token, slot).
+
+    The tokens are their bits as unsigned integers: XLA:CPU widens whole arrays of small floats
+    before it slices, scatters or updates them.
+    """
+
+    tokens: QuantizedTokens
+    weight: Float32[Array, " rows"]
+    cotangent: UInt16[Array, "rows hidden"] | None = None
+    """In the backward pass: of the token's output."""
+
+
+@dataclass(frozen=True)
+class _Mlp:
+    """What an expert computes, apart from its parameters."""
+
+    config: MoEConfig
+    form: WeightFormat
+    layout: str
+    activation_scale: Array | None = None
+
+
+def moe(
+    staged: StagedTokens,
+    weights: ExpertWeights,
+    *,
+    config: MoEConfig,
+    axis: Axis | None = None,
+    num_ranks: int = 1,
+) -> Float32[Array, "tokens hidden"]:
+    """The layer on one rank's staged tokens and experts, on any JAX device.
+
+    Dropless: a token's row goes to its expert's rank and back whatever the skew. Rows of one rank
+    are exchanged in rounds of at most 1.25 / num_ranks of them to each peer: one round when the
+    routing is near even, at most num_ranks when every token goes to one rank. Experts are decoded
+    one at a time, and only those that have tokens.
+
+    Peak memory over parameters and staged tokens, for n = num_tokens * top_k rows of b bytes (b = 2
+    H in bf16, about H in the 8-bit and H / 2 in the 4-bit formats): 2 n H bytes for the outputs of
+    all slots; up to 1.25 n (3 b + 6 H) bytes for the rows of one round sent, received and sorted
+    and their outputs on the way back; one decoded expert, 6 I H bytes (12 I H for fp8_block); and
+    the hidden values of one block of at most 128 rows.
+
+    Args:
+        staged: this rank's tokens.
+        weights: this rank's experts.
+        config: the layer.
+        axis: the manual mesh axis (axes) of expert parallelism; None on one rank.
+        num_ranks: its size.
+
+    Returns:
+        float32 [T, H], before the last rounding.
+    """
+    with jax.named_scope("mega_moe/experts"):
+        mlp = _routed_mlp(weights, config, axis)
+        bits = _slots(staged, None, weights, mlp, axis, num_ranks)
+        slots = lax.bitcast_convert_type(bits, jnp.bfloat16)
+    with jax.named_scope("mega_moe/shared"):
+        shared = shared_expert(staged.shared_tokens, weights, config)
+    with jax.named_scope("mega_moe/combine"):
+        factors = staged.topk_weights if mlp.form.weighs_in_combine else None
+        return expert.combine(slots, factors, shared)
+
+
+def gradients(
+    staged: StagedTokens,
+    cotangent: Float32[Array, "tokens hidden"],
+    weights: ExpertWeights,
+    *,
+    config: MoEConfig,
+    axis: Axis | None = None,
+    num_ranks: int = 1,
+) -> tuple[Float32[Array, "tokens hidden"], Float32[Array, "tokens top_k"]]:
+    """What `moe` pulls a cotangent back to, for the tokens before they were quantised and for
+    their top-k weights.
+
+    Roundings count as the identity, the parameters as constants. Nothing of the forward pass is
+    kept: hidden values are computed again, those of one block of rows at a time.
+
+    Peak memory: as `moe`'s with 4 H bytes more a row (its gradient is float32) and 2 H (its
+    cotangent); and a fused shared expert's hidden values of all tokens.
+
+    Args:
+        staged: as `moe` had it.
+        cotangent: of `moe`'s result; rounded to BF16, as the layer's output is.
+        weights, config, axis, num_ranks: as of `moe`.
+
+    Returns:
+        float32 [T, H] and float32 [T, K], 0 where unrouted.
+    """
+    with jax.named_scope("mega_moe/experts"):
+        mlp = _routed_mlp(weights, config, axis)
+        slots = _slots(staged, cotangent.astype(jnp.bfloat16), weights, mlp, axis, num_ranks)
+        of_tokens, of_factors = slots[..., :-1].sum(axis=1), slots[..., -1]
+    if staged.shared_tokens is None:
+        return of_tokens, of_factors
+    with jax.named_scope("mega_moe/shared"):
+        values = staged.shared_tokens.decoded().astype(jnp.float32)
+        _, pull = jax.vjp(lambda x: shared_expert(QuantizedTokens(x), weights, config), values)
+        return of_tokens + pull(cotangent)[0], of_factors
+
+
+def _routed_mlp(weights: ExpertWeights, config: MoEConfig, axis: Axis | None) -> _Mlp:
+    form = config.weight_format
+    scale = None
+    if form.weight.has_global_scale:
+        scale = expert.input_scale(weights.w2_input_scale, axis)
+    return _Mlp(config, form, weights.layout, scale)
+
+
+def _bits(array: Array) -> Array:
+    """The array's bits, an unsigned integer an element."""
+    return lax.bitcast_convert_type(array, f"uint{8 * array.dtype.itemsize}")
+
+
+def _token_rows(
+    staged: StagedTokens, cotangent: BFloat16[Array, "tokens hidden"] | None, rows: Array
+) -> _Rows:
+    """Rows of (token, slot) indices: bits of the token and its cotangent, the slot's weight."""
+    of_tokens = rows // staged.topk_ids.shape[1]
+    tokens, sent = jax.tree.map(lambda array: _bits(array)[of_tokens], (staged.tokens, cotangent))
+    return _Rows(tokens, staged.topk_weights.reshape(-1)[rows], sent)
+
+
+def _slots(
+    staged: StagedTokens,
+    cotangent: BFloat16[Array, "tokens hidden"] | None,
+    weights: ExpertWeights,
+    mlp: _Mlp,
+    axis: Axis | None,
+    num_ranks: int,
+) -> Array:
+    """What `_grouped` makes of every slot, [T, K, width]; 0 where unrouted."""
+    num_tokens, top_k = staged.topk_ids.shape
+    if num_ranks == 1:
+        slots = _local_slots(staged, cotangent, weights, mlp)
+    else:
+        assert axis is not None
+        slots = _exchanged_slots(staged, cotangent, weights, mlp, axis, num_ranks)
+    return slots.reshape(num_tokens, top_k, -1)
+
+
+def _local_slots(
+    staged: StagedTokens, cotangent: Array | None, weights: ExpertWeights, mlp: _Mlp
+) -> Array:
+    """Every slot's row when all experts are here."""
+    num_experts = weights.w13_weight.shape[0]
+    ids = staged.topk_ids.reshape(-1)
+    order = jnp.argsort(jnp.where(ids < 0, num_experts, ids), stable=True)
+    counts = expert.count_tokens(staged.topk_ids, num_experts)
+    sorted_out = _grouped(_token_rows(staged, cotangent, order), counts, weights, mlp)
+    return jnp.where((ids >= 0)[:, None], sorted_out[jnp.argsort(order)], 0)
+
+
+def _exchanged_slots(
+    staged: StagedTokens,
+    cotangent: Array | None,
+    weights: ExpertWeights,
+    mlp: _Mlp,
+    axis: Axis,
+    num_ranks: int,
+) -> Array:
+    """Every slot's row, sent to its expert's rank and back in rounds."""
+    num_rows, local_experts = staged.topk_ids.size, weights.w13_weight.shape[0]
+    capacity = min(num_rows, max(_MIN_ROWS, int(_SLACK * num_rows / num_ranks)))
+    ids = staged.topk_ids.reshape(-1)
+    num_experts = num_ranks * local_experts
+    order = jnp.argsort(jnp.where(ids < 0, num_experts, ids), stable=True)
+    counts = expert.count_tokens(staged.topk_ids, num_experts)
+    to_rank = counts.reshape(num_ranks, local_experts).sum(1, dtype=jnp.int32)
+    first = jnp.cumsum(to_rank, dtype=jnp.int32) - to_rank
+
+    def exchange(array: Array) -> Array:
+        return lax.all_to_all(array, axis, 0, 0, tiled=True)
+
+    def one_round(i: Array, slots: Array) -> Array:
+        nth = i * capacity + jnp.arange(capacity, dtype=jnp.int32)
+        sent = nth[None, :] < to_rank[:, None]
+        row = order[jnp.where(sent, first[:, None] + nth[None, :], 0)].reshape(-1)
+        local_id = jnp.where(sent.reshape(-1), ids[row] % local_experts, local_experts)
+        rows, local_id = jax.tree.map(exchange, (_token_rows(staged, cotangent, row), local_id))
+        by_expert = jnp.argsort(local_id, stable=True)
+        received = jnp.zeros(local_experts, jnp.int32).at[local_id].add(1, mode="drop")
+        rows = jax.tree.map(lambda array: array[by_expert], rows)
+        out = exchange(_grouped(rows, received, weights, mlp)[jnp.argsort(by_expert)])
+        target = jnp.where(sent.reshape(-1), row, num_rows)
+        return slots.at[target].set(out, mode="drop")
+
+    empty = _empty(num_rows, cotangent is not None, mlp, ids, weights.w13_weight)
+    rounds = lax.pmax(jnp.max(-(-to_rank // capacity)), axis)
+    return lax.fori_loop(0, rounds, one_round, empty)
+
+
+def _empty(num_rows: int, backward: bool, mlp: _Mlp, *like: Array) -> Array:
+    """Zeros for `_grouped`'s rows, varying over every mesh axis that `like` vary over."""
+    width, dtype = mlp.config.hidden_size, jnp.uint16
+    if backward:
+        width, dtype = width + 1, jnp.float32
+    return jnp.zeros((num_rows, width), dtype) + expert.varying_zero(*like).astype(dtype)
+
+
+def _grouped(
+    rows: _Rows, counts: Int32[Array, " experts"], weights: ExpertWeights, mlp: _Mlp
+) -> Array:
+    """Each row through its expert; rows are sorted by expert, the rest is undefined.
+
+    Forward: uint16 [n, H], BF16 bits of the output. Backward, for rows with a cotangent: float32
+    [n, H + 1], `_block_gradients`.
+
+    A block that reaches into the next expert's rows writes them too, and the next expert, later in
+    the loop, writes them again: so no rows are copied to align the groups.
+    """
+    num_rows, local_experts = rows.weight.shape[0], counts.shape[0]
+    block = _block_rows(num_rows, local_experts)
+    padded = jax.tree.map(lambda a: jnp.pad(a, [(0, block)] + [(0, 0)] * (a.ndim - 1)), rows)
+    starts = jnp.cumsum(counts, dtype=jnp.int32) - counts
+    busy = jnp.argsort(counts == 0, stable=True).astype(jnp.int32)
+    backward = rows.cotangent is not None
+    apply = _block_gradients if backward else _block_outputs
+
+    def one_expert(i: Array, out: Array) -> Array:
+        e = busy[i]
+        local = _expert_fields(weights, e, mlp)
+
+        def one_block(j: Array, out: Array) -> Array:
+            start = starts[e] + j * block
+            part = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, start, block), padded)
+            return lax.dynamic_update_slice_in_dim(out, apply(part, local, mlp), start, 0)
+
+        return lax.fori_loop(0, -(-counts[e] // block), one_block, out)
+
+    out = _empty(num_rows + block, backward, mlp, rows.weight, weights.w13_weight)
+    num_busy = jnp.sum(counts > 0, dtype=jnp.int32)
+    return lax.fori_loop(0, num_busy, one_expert, out)[:num_rows]
+
+
+def _block_outputs(rows: _Rows, fields: dict[str, Any], mlp: _Mlp) -> UInt16[Array, "rows hidden"]:
+    tokens = restore_tokens(rows.tokens, mlp.form.activation_format)
+    return _bits(_apply(tokens, rows.weight, fields, mlp))
+
+
+def _block_gradients(
+    rows: _Rows, fields: dict[str, Any], mlp: _Mlp
+) -> Float32[Array, "rows hidden+1"]:
+    """Gradients of a block of rows of one expert: the tokens', and in the last column their
+    weights'."""
+    assert rows.cotangent is not None
+    tokens = restore_tokens(rows.tokens, mlp.form.activation_format)
+    cotangent = lax.bitcast_convert_type(rows.cotangent, jnp.bfloat16).astype(jnp.float32)
+
+    def weighted(values: Array, weight: Array) -> Array:
+        decoded = QuantizedTokens(values, None, tokens.token_scale)
+        y = _apply(decoded, weight, fields, mlp).astype(jnp.float32)
+        return y * weight[:, None] if mlp.form.weighs_in_combine else y
+
+    _, pull = jax.vjp(weighted, tokens.decoded().astype(jnp.float32), rows.weight)
+    of_values, of_weight = pull(cotangent)
+    if tokens.token_scale is not None:
+        of_values = of_values / tokens.token_scale[:, None]
+    return jnp.concatenate([of_values, of_weight[:, None]], axis=1)
+
+
+def _block_rows(num_rows: int, num_experts: int) -> int:
+    """Rows of one matmul: about an expert's even share, a power of two from 8 to 128."""
+    share = max(1, num_rows // num_experts)
+    return min(_MAX_BLOCK, max(_MIN_ROWS, 1 << (share - 1).bit_length()))
+
+
+def _expert_fields(weights: ExpertWeights, e: Array, mlp: _Mlp) -> dict[str, Any]:
+    """Expert e's decoded matrices and factors."""
+    routed = {name: a for name, a in weights.arrays().items() if not name.startswith("shared_")}
+    # The barrier ties the parameters to e: else XLA moves their decoding, of all of them, out of
+    # the loop.
+    routed, e = lax.optimization_barrier((routed, e))
+    one = {name: array[e] for name, array in routed.items()}
+    fields: dict[str, Any] = {
+        "w13": _decode(one, "w13_weight", mlp),
+        "w2": _decode(one, "w2_weight", mlp),
+        "w13_bias": one.get("w13_bias"),
+        "w2_bias": one.get("w2_bias"),
+    }
+    if mlp.activation_scale is not None:
+        fields["l1_alpha"] = one["w13_weight_scale_2"]
+        fields["l2_alpha"] = one["w2_weight_scale_2"] * mlp.activation_scale
+    return fields
+
+
+def _decode(arrays: dict[str, Array], name: str, mlp: _Mlp) -> Array:
+    return stored_matrix(
+        arrays[name],
+        arrays.get(f"{name}_scale"),
+        mlp.form,
+        w13=name == "w13_weight",
+        layout=mlp.layout,
+    )
+
+
+def _apply(
+    tokens: QuantizedTokens, weight: Array, fields: dict[str, Any], mlp: _Mlp
+) -> BFloat16[Array, "rows hidden"]:
+    """One expert's gated MLP on a block of rows with their top-k weights."""
+    h = expert.matmul(tokens.decoded(), fields["w13"])
+    if tokens.token_scale is not None:
+        h = h * (tokens.token_scale * fields["l1_alpha"])[:, None]
+    if fields["w13_bias"] is not None:
+        h = h + fields["w13_bias"][None]
+    gate, up = expert.split_gate_up(h, mlp.layout)
+    act = expert.rounded_activation(gate, up, mlp.config.activation, mlp.form)
+    if not mlp.form.weighs_in_combine:
+        act = act * weight[:, None]
+    y = expert.matmul(expert.requantize(act, mlp.form, mlp.activation_scale), fields["w2"])
+    if mlp.activation_scale is not None:
+        y = y * fields["l2_alpha"]
+    if fields["w2_bias"] is not None:
+        bias = fields["w2_bias"][None]
+        y = y + (bias if mlp.form.weighs_in_combine else bias * weight[:, None])
+    return expert.round_bf16(y).astype(jnp.bfloat16)
+
+
+def shared_expert(
+    tokens: QuantizedTokens | None, weights: ExpertWeights, config: MoEConfig
+) -> Float32[Array, "tokens hidden"] | None:
+    """The output of the shared expert in `weights` on this rank's tokens; None without one."""
+    shared = weights.shared
+    if shared is None or tokens is None or config.shared_format is None:
+        return None
+    form = WEIGHT_FORMATS[config.shared_format]
+    mlp = _Mlp(config, form, INTERLEAVE_8)
+    arrays = {
+        "w13_weight": shared.l1_weight,
+        "w13_weight_scale": shared.l1_weight_scale,
+        "w2_weight": shared.l2_weight,
+        "w2_weight_scale": shared.l2_weight_scale,
+    }
+    fields = {"w13": _decode(arrays, "w13_weight", mlp), "w2": _decode(arrays, "w2_weight", mlp)}
+    ones = jnp.ones(tokens.values.shape[0], jnp.float32)
+    fields |= {"w13_bias": None, "w2_bias": None}
+    return _apply(tokens, ones, fields, mlp).astype(jnp.float32)

@@ -1,0 +1,1 @@
+"""Which expert a token goes to: routers, replicas and their loads."""

@@ -1,0 +1,1 @@
+"""What this process has: the compiled module and its devices."""

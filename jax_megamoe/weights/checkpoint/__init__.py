@@ -1,0 +1,1 @@
+"""Checkpoints to parameters and back."""

@@ -1,0 +1,188 @@
+"""One layer's MoE block in a checkpoint: the router's tensors, the shared expert's, the experts'.
+
+Names, after the block's own (``model.layers.3.mlp``, DeepSeek-V4: ``layers.3.ffn``):
+``gate.weight`` or ``router.weight``, ``router.bias``, ``gate.e_score_correction_bias``
+(DeepSeek-V4: ``gate.bias``), ``gate.tid2eid``, ``shared_expert(s).{projection}.{suffix}``,
+``shared_expert_gate.weight``, ``experts.``.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import ml_dtypes
+import numpy as np
+
+from jax_megamoe import _checks
+from jax_megamoe.config import MoEConfig, padded_size
+from jax_megamoe.formats import BF16
+from jax_megamoe.weights.checkpoint.load import Pairs, load_experts
+from jax_megamoe.weights.checkpoint.projection import FLOATS
+from jax_megamoe.weights.checkpoint.tensors import Checkpoint, HeldTensor, Tensor
+from jax_megamoe.weights.experts import dequantize_experts
+
+_SHARED = ("shared_experts.", "shared_expert.")
+
+
+class BlockTensors:
+    """The tensors of one layer's MoE block, by their names within it.
+
+    Args:
+        checkpoint: a folder with safetensors files, one such file, or (name, array) pairs. Of
+            pairs, those of this layer are held.
+        layer_index: the layer.
+        prefix: of the block's names, such as ``model.layers.3.mlp``; None: the one block that the
+            checkpoint has for this layer, modules of multi-token prediction apart.
+
+    Attributes:
+        checkpoint: the path, or this layer's pairs.
+        prefix: of the block's names.
+
+    Raises:
+        ValueError: no such layer in the checkpoint, a layer that is not MoE, or several that could
+            be meant.
+        FileNotFoundError: no such file.
+    """
+
+    def __init__(
+        self, checkpoint: str | Path | Pairs, layer_index: int, *, prefix: str | None = None
+    ) -> None:
+        self._source: Checkpoint | None = None
+        self.checkpoint: str | Path | dict[str, Any]
+        if isinstance(checkpoint, str | Path):
+            self.checkpoint = checkpoint
+            self._source = Checkpoint(checkpoint)
+            names: Iterable[str] = self._source.files
+        else:
+            self.checkpoint = _of_layer(checkpoint, layer_index, prefix)
+            names = self.checkpoint
+        self.prefix = _block_of(names, layer_index) if prefix is None else prefix.rstrip(".")
+        start = f"{self.prefix}."
+        self._names = {n.removeprefix(start) for n in names if n.startswith(start)}
+        self._taken: set[str] = set()
+
+    def take(
+        self, *names: str, shape: tuple[int, ...], dtypes: Iterable[str] = FLOATS
+    ) -> np.ndarray:
+        """The tensor of the first of these names that is there.
+
+        Raises:
+            ValueError: none is, another shape, or a value that is not finite.
+            TypeError: another dtype.
+        """
+        for name in names:
+            if name in self._names:
+                self._taken.add(name)
+                tensor = self._tensor(name)
+                where = f"{tensor.name} in {tensor.origin}"
+                _checks.shape(where, tensor, shape)
+                _checks.dtype(where, tensor, list(dtypes))
+                array = tensor.read()
+                if not np.isfinite(array.astype(np.float32)).all():
+                    raise ValueError(_checks.message(where, "finite values", "NaN or infinity"))
+                return array
+        expected = f"a tensor {' or '.join(names)}"
+        raise ValueError(_checks.message(self.prefix, expected, f"none of {self._listed()}"))
+
+    def take_shared(self, hidden_size: int, intermediate_size: int) -> dict[str, np.ndarray]:
+        """gate_proj [S, H], up_proj [S, H] and down_proj [H, S] of the shared expert in bfloat16,
+        decoded from whatever they are stored as.
+
+        Raises:
+            ValueError: a tensor missing, unknown or of a wrong shape.
+            TypeError: a tensor of a wrong dtype.
+        """
+        names = [name for name in self._names if name.startswith(_SHARED)]
+        if not names:
+            expected = "a shared expert, shared_experts. or shared_expert."
+            raise ValueError(_checks.message(self.prefix, expected, f"none of {self._listed()}"))
+        self._taken.update(names)
+        # Read as the one expert of a layer of its own, whose names have its number.
+        prefix = f"{self.prefix}.{names[0].partition('.')[0]}"
+        pairs = {
+            f"{prefix}.0.{name.partition('.')[2]}": self._tensor(name).read() for name in names
+        }
+        config = MoEConfig(
+            num_experts=1,
+            top_k=1,
+            hidden_size=padded_size(hidden_size),
+            intermediate_size=padded_size(intermediate_size),
+            max_num_tokens=1,
+            weight_format=BF16,
+        )
+        sizes = (hidden_size, intermediate_size)
+        weights = load_experts(config, pairs, prefix=prefix, stored_sizes=sizes, progress=False)
+        parts = dequantize_experts(config, weights)
+        gate, up, down = (np.asarray(part[0]).astype(ml_dtypes.bfloat16) for part in parts)
+        return dict(
+            gate_proj=gate[:intermediate_size, :hidden_size],
+            up_proj=up[:intermediate_size, :hidden_size],
+            down_proj=down[:hidden_size, :intermediate_size],
+        )
+
+    def check_all_taken(self, *, fused_shared: bool) -> None:
+        """Raises ValueError for tensors that this block has no use for.
+
+        Args:
+            fused_shared: whether the shared expert is loaded with the routed ones.
+        """
+        loaded = ("experts.", *(_SHARED if fused_shared else ()))
+        left = sorted(name for name in self._names - self._taken if not name.startswith(loaded))
+        if left:
+            expected = "only tensors that this block has parameters for"
+            got = ", ".join(left[:8])
+            hint = "is it the model that the block was made for?"
+            raise ValueError(_checks.message(self.prefix, expected, got, hint))
+
+    def _tensor(self, name: str) -> Tensor:
+        full = f"{self.prefix}.{name}"
+        if self._source is not None:
+            return self._source.tensor(full)
+        array = cast(dict[str, Any], self.checkpoint)[full]
+        if not hasattr(array, "dtype") or not hasattr(array, "shape"):
+            raise TypeError(_checks.message(full, "an array", type(array).__name__))
+        return HeldTensor(full, array)
+
+    def _listed(self) -> str:
+        return str(sorted(name for name in self._names if not name.startswith("experts.")))
+
+
+def _of_layer(pairs: Pairs, layer_index: int, prefix: str | None) -> dict[str, Any]:
+    """The pairs whose names are under the prefix, or in the layer of that index."""
+    items = pairs.items() if isinstance(pairs, Mapping) else pairs
+    layer = re.compile(rf"(.*\.)?layers\.{layer_index}\.")
+    held: dict[str, Any] = {}
+    for name, array in cast(Iterable[tuple[str, Any]], items):
+        if name.startswith(prefix) if prefix else layer.match(name):
+            if name in held:
+                raise ValueError(_checks.message(name, "each tensor once", "it twice"))
+            held[name] = array
+    return held
+
+
+def _block_of(names: Iterable[str], layer_index: int) -> str:
+    """What the names of the layer's block begin with."""
+    pattern = re.compile(rf"((?:.*\.)?layers\.{layer_index}\.[^.]+)\.experts\.")
+    layer = re.compile(rf"(?:.*\.)?layers\.{layer_index}\.")
+    found: set[str] = set()
+    any_of_layer = False
+    for name in names:
+        if "mtp" in name.split("."):
+            continue
+        any_of_layer = any_of_layer or bool(layer.match(name))
+        match = pattern.match(name)
+        if match:
+            found.add(match[1])
+    if len(found) == 1:
+        return found.pop()
+    if found:
+        hint = "pass prefix="
+        raise ValueError(
+            _checks.message(f"layer {layer_index}", "one MoE block", sorted(found), hint)
+        )
+    if any_of_layer:
+        got = "one whose names have no experts: a dense layer"
+        raise ValueError(_checks.message(f"layer {layer_index}", "an MoE layer", got))
+    expected = f"names with layers.{layer_index}."
+    raise ValueError(_checks.message("checkpoint", expected, "none"))

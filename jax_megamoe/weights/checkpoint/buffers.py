@@ -1,0 +1,308 @@
+"""Host buffers of the parameters this process holds: written expert by expert, in kernel layout,
+and then handed to the devices.
+
+There is one set of buffers for each range of experts, that is a device's, or several devices' where
+other mesh axes replicate it. A buffer is made when its field is first written, aligned so that a
+CPU device takes it without a copy.
+"""
+
+import math
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from jax_megamoe import _checks
+from jax_megamoe.config import MoEConfig
+from jax_megamoe.weights import layout as layouts
+from jax_megamoe.weights.checkpoint.dialects import SHARED
+from jax_megamoe.weights.params import ExpertWeights, parameter_shapes, with_max_input_scale
+from jax_megamoe.weights.requantize import QuantizedMatrix
+
+_ALIGNMENT = 64
+
+Range = tuple[int, int]
+"""First and last + 1 entry of a field's leading axis: experts, or a shared expert's rows."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which physical experts this process holds, and on which devices.
+
+    Attributes:
+        routed: sharding of the routed parameters; None: the default device, uncommitted.
+        shared: sharding of a fused shared expert's.
+        held: int [num_experts], the logical expert of each physical slot.
+    """
+
+    routed: Sharding | None
+    shared: Sharding | None
+    held: np.ndarray
+
+    def ranges(self, name: str, size: int) -> dict[Range, list[jax.Device | None]]:
+        """This process's devices by range of a field's leading axis; [None] for the default one."""
+        sharding = self.shared if name.startswith("shared_") else self.routed
+        if sharding is None:
+            return {(0, size): [None]}
+        ranges: dict[Range, list[jax.Device | None]] = defaultdict(list)
+        for device, index in sharding.addressable_devices_indices_map((size,)).items():
+            assert index is not None  # the mesh has every device
+            start, stop, _ = index[0].indices(size)
+            ranges[start, stop].append(device)
+        return dict(ranges)
+
+    def to_devices(
+        self, name: str, shape: tuple[int, ...], part: Callable[[Range], np.ndarray]
+    ) -> jax.Array:
+        """A field on its devices.
+
+        Args:
+            name: the field.
+            shape: of the whole.
+            part: its entries in a range of the leading axis.
+        """
+        sharding = self.shared if name.startswith("shared_") else self.routed
+        ranges = self.ranges(name, shape[0])
+        if sharding is None:
+            return jax.device_put(part(next(iter(ranges))))
+        arrays: list[jax.Array] = []
+        for entries, devices in ranges.items():
+            held = part(entries)
+            arrays += [jax.device_put(held, device) for device in devices]
+        return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+
+    @cached_property
+    def slots(self) -> dict[int, list[tuple[Range, int]]]:
+        """Where each logical expert that this process holds goes: range and index within it."""
+        slots: dict[int, list[tuple[Range, int]]] = defaultdict(list)
+        for start, stop in self.ranges("w13_weight", self.held.size):
+            for physical in range(start, stop):
+                slots[int(self.held[physical])].append(((start, stop), physical - start))
+        return dict(slots)
+
+
+def place(
+    config: MoEConfig,
+    mesh: Mesh | None,
+    axis: str | tuple[str, ...] | None,
+    physical_to_logical: np.ndarray | None = None,
+) -> Placement:
+    """The placement of a config's experts: split evenly over the mesh axis.
+
+    Raises:
+        ValueError: a mesh without an axis or the reverse, an axis that the mesh has not, experts
+            that do not divide by it, or ids in `physical_to_logical` out of range.
+    """
+    if (mesh is None) != (axis is None):
+        got = f"mesh {'None' if mesh is None else 'given'}, axis {axis!r}"
+        raise ValueError(_checks.message("mesh and axis", "both or neither", got))
+    held = np.arange(config.num_experts) % config.logical_experts
+    if physical_to_logical is not None:
+        held = np.asarray(physical_to_logical)
+        _checks.shape("physical_to_logical", held, (config.num_experts,))
+        if held.min() < 0 or held.max() >= config.logical_experts:
+            expected = f"ids in [0, {config.logical_experts})"
+            raise ValueError(_checks.message("physical_to_logical", expected, held.tolist()))
+    if mesh is None or axis is None:
+        return Placement(None, None, held)
+    names = (axis,) if isinstance(axis, str) else axis
+    for name in names:
+        _checks.one_of("axis", name, mesh.axis_names)
+    config.experts_per_rank(int(np.prod([mesh.shape[name] for name in names])))
+    routed = NamedSharding(mesh, PartitionSpec(axis))
+    return Placement(routed, NamedSharding(mesh, PartitionSpec()), held)
+
+
+def placement_of(weights: ExpertWeights, placement: Placement) -> Placement:
+    """`placement` on the devices that existing parameters are on."""
+    shared = weights.shared_l1_weight
+    return replace(
+        placement,
+        routed=_sharding_of(weights.w13_weight),
+        shared=None if shared is None else _sharding_of(shared),
+    )
+
+
+def _sharding_of(array: jax.Array) -> Sharding | None:
+    return array.sharding if array.committed else None
+
+
+class ParameterBuffers:
+    """Buffers for the parameters of `config` at `placement`.
+
+    Args:
+        config: the layer.
+        placement: where its experts are.
+        layout: row order of w13.
+        initial: parameters whose values untouched entries keep; None: there are none.
+
+    Threads may write different experts, or different projections of one, at the same time.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        placement: Placement,
+        layout: str,
+        initial: ExpertWeights | None = None,
+    ) -> None:
+        self._config = config
+        self._placement = placement
+        self._layout = layout
+        self._initial = initial
+        self._shapes = parameter_shapes(config)
+        self._buffers: dict[str, dict[Range, np.ndarray]] = {}
+        self._lock = threading.Lock()
+
+    def write_matrix(self, expert: int, part: str, matrix: QuantizedMatrix) -> None:
+        """Writes a quantised projection, rows in checkpoint order.
+
+        Args:
+            expert: a logical expert, or `SHARED`.
+            part: ``gate``, ``up``, ``down``, or ``gate_up`` (gate rows first).
+            matrix: the rows of that part.
+        """
+        name = _field("w2_weight" if part == "down" else "w13_weight", expert)
+        order = self._order(expert, part)
+        weight = np.asarray(matrix.weight)
+        for target in self._targets(name, expert):
+            target[order.rows] = weight
+        if matrix.scale is not None:
+            scale = np.asarray(matrix.scale)
+            for target in self._targets(f"{name}_scale", expert):
+                if target.dtype == np.float32:
+                    target[order.blocks(target.shape[0])] = scale
+                else:
+                    words = np.ascontiguousarray(scale).view(np.int32)
+                    target[:, order.scale_columns] = words.T
+        if matrix.global_scale is not None:
+            self.write_scalar(f"{name}_scale_2", expert, matrix.global_scale)
+
+    def write_scalar(self, field: str, expert: int, value: np.ndarray | jax.Array | None) -> None:
+        """Writes one number of an expert into a field of shape [E]."""
+        for target in self._targets(field, expert):
+            target[...] = value
+
+    def write_bias(self, expert: int, part: str, values: np.ndarray) -> None:
+        """Writes a projection's bias, float32, in checkpoint order."""
+        name = "w2_bias" if part == "down" else "w13_bias"
+        rows = self._order(expert, part).rows
+        for target in self._targets(name, expert):
+            target[rows] = values
+
+    def fill(self, field: str, value: float) -> None:
+        """Sets a whole field, unless something was written to it or it has initial values."""
+        if field not in self._buffers and self._initial is None:
+            for buffer in self._field_buffers(field).values():
+                buffer[...] = value
+
+    def finish(self) -> ExpertWeights:
+        """The parameters on their devices; the buffers are given up one field after another."""
+        names = list(self._buffers)
+        arrays: dict[str, Any] = {name: self._placed(name) for name in names}
+        if self._initial is not None:
+            return with_max_input_scale(replace(self._initial, **arrays))
+        form = self._config.weight_format.name
+        return with_max_input_scale(ExpertWeights(**arrays, format=form, layout=self._layout))
+
+    def _placed(self, name: str) -> jax.Array:
+        buffers = self._buffers.pop(name)
+        return self._placement.to_devices(name, self._shapes[name].shape, buffers.__getitem__)
+
+    def _targets(self, name: str, expert: int) -> Iterable[np.ndarray]:
+        buffers = self._field_buffers(name)
+        if expert == SHARED:
+            return list(buffers.values())
+        return [buffers[range_][slot, ...] for range_, slot in self._placement.slots[expert]]
+
+    def _field_buffers(self, name: str) -> dict[Range, np.ndarray]:
+        with self._lock:
+            if name not in self._buffers:
+                self._buffers[name] = self._made(name)
+            return self._buffers[name]
+
+    def _made(self, name: str) -> dict[Range, np.ndarray]:
+        struct = self._shapes[name]
+        before = None
+        if self._initial is not None:
+            before = getattr(self._initial, name)
+            if before is None:
+                expected = "parameters that have it already"
+                hint = "load all experts anew"
+                raise ValueError(_checks.message(f"initial {name}", expected, None, hint))
+        buffers = {
+            (start, stop): _aligned((stop - start, *struct.shape[1:]), struct.dtype)
+            for start, stop in self._placement.ranges(name, struct.shape[0])
+        }
+        for shard in () if before is None else before.addressable_shards:
+            start, stop, _ = shard.index[0].indices(struct.shape[0])
+            np.copyto(buffers[start, stop], np.asarray(shard.data))
+        return buffers
+
+    def _order(self, expert: int, part: str) -> "_Order":
+        config = self._config
+        if part == "down":
+            return _order(None, config.hidden_size, part)
+        if expert == SHARED:
+            return _order(layouts.INTERLEAVE8.name, 2 * config.shared_size, part)
+        return _order(self._layout, 2 * config.intermediate_size, part)
+
+
+@dataclass(frozen=True)
+class _Order:
+    """Where the checkpoint rows of a part go.
+
+    Attributes:
+        part: of the expert.
+        rows: index of each row in the weight.
+        scale_columns: index of each row among the columns of the scale words.
+    """
+
+    part: str
+    rows: np.ndarray | slice
+    scale_columns: np.ndarray
+
+    def blocks(self, size: int) -> slice:
+        """Rows of the part among `size` rows of float32 scales, gate's before up's."""
+        return _half(self.part, size)
+
+
+@lru_cache
+def _order(layout: str | None, rows: int, part: str) -> _Order:
+    """The order of w13's rows in `layout`, or of w2's (None): the layout functions applied to the
+    numbers of the rows.
+    """
+    numbers = np.arange(rows, dtype=np.int32)[:, None]
+    octets = numbers.view(np.uint8)
+    if layout is None:
+        words = np.asarray(layouts.w2_scale_to_kernel(octets))
+        return _Order(part, slice(None), np.argsort(words[0]))
+    weight = layouts.w13_to_kernel(numbers, layout)
+    words = np.asarray(layouts.w13_scale_to_kernel(octets, layout))
+    half = _half(part, rows)
+    return _Order(part, np.argsort(weight[:, 0])[half], np.argsort(words[0])[half])
+
+
+def _half(part: str, size: int) -> slice:
+    halves = {"gate": slice(0, size // 2), "up": slice(size // 2, None)}
+    return halves.get(part, slice(None))
+
+
+def _field(name: str, expert: int) -> str:
+    """The field of a routed expert's matrix, or of the shared expert's."""
+    if expert != SHARED:
+        return name
+    return {"w13_weight": "shared_l1_weight", "w2_weight": "shared_l2_weight"}[name]
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    size = math.prod(shape) * dtype.itemsize
+    octets = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -octets.ctypes.data % _ALIGNMENT
+    return octets[start : start + size].view(dtype).reshape(shape)

@@ -1,0 +1,80 @@
+"""Kernels compiled before anything runs: which ones, and what the command says of them."""
+
+from collections.abc import Sequence
+
+import cases
+import pytest
+
+import jax_megamoe as mm
+from jax_megamoe.cli import ahead
+from jax_megamoe.cli import main as cli
+from jax_megamoe.compile import CompileError, Outcome
+from jax_megamoe.launch import deep_gemm
+from jax_megamoe.plan.kernel import KernelSpec
+from jax_megamoe.runtime.devices import KNOWN_DEVICES
+
+H200 = KNOWN_DEVICES["h200"]
+CONFIG = mm.MoEConfig(
+    num_experts=32,
+    top_k=8,
+    hidden_size=2048,
+    intermediate_size=768,
+    max_num_tokens=1024,
+    weight_format="fp8_block",
+)
+
+
+def test_kernels_are_those_that_calls_launch() -> None:
+    specs = ahead.kernels([CONFIG], H200, [8, 512], 1)
+    route = deep_gemm.Route(H200, "sgl", 1, "")
+    want = [step.kernel for rows in (8, 512) for step in route.plan(CONFIG, rows).steps]
+    assert set(specs) == set(want)
+    assert [spec.symbol for spec in specs] == ["stage_tokens", *["sm90_fp8_mega_moe_impl"] * 2]
+
+
+def test_token_counts_that_share_a_kernel_name_it_once() -> None:
+    cfg = cases.config("mxfp8", hidden_size=512)
+    specs = ahead.kernels([cfg, cfg], KNOWN_DEVICES["b200"], [1, 2, 3], 1)
+    assert [spec.symbol for spec in specs] == ["stage_tokens", "sm100_fp8_fp4_mega_moe_impl"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"),
+    [
+        ([], "tokens: expected at least one number of tokens, got none"),
+        ([0], "tokens: expected an integer >= 1, got 0"),
+        ([1025], "num_tokens: expected at most max_num_tokens = 1024, got 1025"),
+    ],
+)
+def test_token_counts_are_checked(tokens: list[int], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        ahead.kernels([CONFIG], H200, tokens, 1)
+
+
+def test_a_format_without_a_kernel_on_the_device_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="device"):
+        ahead.kernels([CONFIG], KNOWN_DEVICES["b200"], [1], 1)
+
+
+COMMAND = ["compile", "--experts", "32", "--device", "h200", "--tokens", "8"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_command_compiles_and_says_what(
+    fails: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def compile_many(specs: Sequence[KernelSpec], on_done: object) -> tuple[Outcome, ...]:
+        error = CompileError("no such header") if fails else None
+        return tuple(Outcome(spec, 0 if fails else 2000, 1.5, error) for spec in specs)
+
+    monkeypatch.setattr(ahead, "compile_many", compile_many)
+    assert cli.main(COMMAND) == int(fails)
+    shown = capsys.readouterr().out
+    assert "sm90_fp8_mega_moe_impl" in shown and "stage_tokens" in shown
+    assert ("no such header" in shown) == fails
+
+
+def test_the_command_needs_a_device(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["compile", "--tokens", "8"]) == 2
+    want = "compile: error: device: expected a CUDA device for implementation deep_gemm, got cpu"
+    assert want in capsys.readouterr().err

@@ -1,0 +1,242 @@
+"""hf_config.py: what published configs say, and what is refused."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from flax import nnx
+from hf_configs import FACTS, HF_CONFIGS
+
+import jax_megamoe as mm
+from jax_megamoe.nn.hf_config import block_spec, layers_of, read_hf_config
+
+V3, V4 = "deepseek-ai/DeepSeek-V3", "deepseek-ai/DeepSeek-V4-Flash"
+QWEN, GPT_OSS = "Qwen/Qwen3-30B-A3B", "openai/gpt-oss-120b"
+PLAIN = mm.Activation("swiglu")
+ACTIVATIONS = {
+    "deepseek_v4": mm.Activation("swiglu", clamp=10.0),
+    "gpt_oss": mm.Activation("swiglu", clamp=7.0, alpha=1.702, beta=1.0),
+}
+FAMILIES = dict(
+    deepseek_v3="DeepSeek-V3",
+    deepseek_v4="DeepSeek-V4",
+    gpt_oss="GPT-OSS",
+    kimi_k2="Kimi-K2",
+    qwen3_moe="Qwen3-MoE",
+    qwen3_next="Qwen3-Next",
+)
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_block_of_a_published_model(name: str) -> None:
+    """Built with shapes alone, on a mesh: the largest has 25 billion parameters a layer."""
+    hf_config, facts = HF_CONFIGS[name], FACTS[name]
+    mesh = jax.make_mesh((8,), ("ep",))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "experts: FP8 weights in 128x128 blocks are requantised")
+        block = mm.MegaMoEBlock.from_config(hf_config, mesh=mesh, axis="ep", max_num_tokens=512)
+    config, settings = block.config, block.router.settings
+    assert (config.num_experts, config.top_k) == (facts["experts"], facts["top_k"])
+    assert (settings.num_experts, settings.top_k) == (facts["experts"], facts["top_k"])
+    assert block.stored_sizes == (facts["hidden"], facts["inter"])
+    rounded = tuple(-(-size // 128) * 128 for size in block.stored_sizes)
+    assert (config.hidden_size, config.intermediate_size) == rounded
+    assert config.weight_format.name == facts["form"]
+    assert config.activation == ACTIVATIONS.get(hf_config["model_type"], PLAIN)
+    assert config.max_num_tokens == 512
+    assert block.router.weight.shape == (facts["experts"], facts["hidden"])
+    if hf_config["model_type"] == "qwen3_next":
+        assert config.num_shared_experts == 0
+        assert block.shared_expert.gate_proj.shape == (facts["shared"], facts["hidden"])
+        assert block.shared_expert.output_gate.shape == (1, facts["hidden"])
+    else:
+        assert block.shared_expert is None
+        assert config.shared_size == facts["shared"]
+    assert (block.experts.w13_bias is not None) == (hf_config["model_type"] == "gpt_oss")
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nnx.state(block)))
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_layers_and_family(name: str) -> None:
+    hf_config, dense = HF_CONFIGS[name], FACTS[name]["dense"]
+    kinds = layers_of(hf_config).kinds
+    extra = hf_config.get("num_nextn_predict_layers", 0)
+    assert len(kinds) == hf_config["num_hidden_layers"] + extra
+    assert all("dense" in kind for kind in kinds[:dense])
+    hashed = hf_config.get("num_hash_layers", 0)
+    assert kinds[dense:] == ("hashed",) * hashed + ("scored",) * (len(kinds) - dense - hashed)
+    assert block_spec(hf_config, len(kinds) - 1).family == FAMILIES[hf_config["model_type"]]
+
+
+def test_routers() -> None:
+    def router(name: str, layer_index: int | None = None) -> mm.Router:
+        return block_spec(HF_CONFIGS[name], layer_index).router
+
+    assert router(V3) == mm.Router(
+        num_experts=256,
+        top_k=8,
+        scoring="sigmoid",
+        renormalize=True,
+        scaling_factor=2.5,
+        num_groups=8,
+        top_groups=4,
+        has_correction_bias=True,
+    )
+    assert router("moonshotai/Kimi-K2-Instruct") == mm.Router(
+        num_experts=384,
+        top_k=8,
+        scoring="sigmoid",
+        renormalize=True,
+        scaling_factor=2.827,
+        has_correction_bias=True,
+    )
+    v4 = dict(num_experts=256, top_k=6, scoring="sqrtsoftplus", renormalize=True)
+    assert router(V4) == mm.Router(**v4, scaling_factor=1.5, has_correction_bias=True)
+    assert router(V4, 3) == router(V4)
+    assert router(V4, 2) == mm.Router(**v4, scaling_factor=1.5, table_size=129280)
+    assert router(QWEN) == mm.Router(num_experts=128, top_k=8, renormalize=True)
+    assert router(GPT_OSS) == mm.Router(
+        num_experts=128, top_k=4, scoring="topk_softmax", has_bias=True
+    )
+
+
+def test_keys_as_transformers_saves_them() -> None:
+    """Its config classes rename some keys."""
+    v4 = {k: v for k, v in HF_CONFIGS[V4].items() if k != "num_hash_layers"}
+    kinds = ["hash_moe"] * 3 + ["moe"] * 40
+    assert block_spec(v4 | dict(mlp_layer_types=kinds), 2).router.table_size == 129280
+    assert layers_of(v4 | dict(mlp_layer_types=kinds)).kinds == ("hashed",) * 3 + ("scored",) * 40
+    qwen = {k: v for k, v in HF_CONFIGS[QWEN].items() if k != "num_experts"}
+    assert block_spec(qwen | dict(num_local_experts=128)) == block_spec(HF_CONFIGS[QWEN])
+
+
+def test_a_config_is_an_object_a_dict_or_a_path(tmp_path: Path) -> None:
+    class Config:
+        def to_dict(self) -> dict[str, Any]:
+            return HF_CONFIGS[QWEN]
+
+    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIGS[QWEN]))
+    for given in (Config(), HF_CONFIGS[QWEN], tmp_path, str(tmp_path / "config.json")):
+        assert read_hf_config(given) == HF_CONFIGS[QWEN]
+
+
+def test_text_model_of_several() -> None:
+    """As Kimi-K2.5's, whose quantisation stands in the text model or beside it."""
+    kimi = HF_CONFIGS["moonshotai/Kimi-K2-Instruct"]
+    assert read_hf_config(dict(model_type="kimi_k25", text_config=kimi)) == kimi
+    text = {key: value for key, value in kimi.items() if key != "quantization_config"}
+    beside = dict(quant_method="mxfp4")
+    outer = dict(model_type="kimi_k25", text_config=text, quantization_config=beside)
+    assert read_hf_config(outer) == text | dict(quantization_config=beside)
+
+
+def test_excluded_layers_are_bf16_and_the_rest_warns_alike() -> None:
+    quantization = HF_CONFIGS[V3]["quantization_config"]
+    excluding = quantization | dict(modules_to_not_convert=["model.layers.5.mlp"])
+    hf_config = HF_CONFIGS[V3] | dict(quantization_config=excluding)
+
+    def form_of(layer_index: int) -> tuple[str, list[str]]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            block = mm.MegaMoEBlock.from_config(
+                hf_config, layer_index=layer_index, max_num_tokens=8
+            )
+        return block.config.weight_format.name, [str(each.message) for each in caught]
+
+    assert form_of(5) == ("bf16", [])
+    form, said = form_of(6)
+    assert form == "mxfp8" and len(said) == 1 and said[0].startswith("experts: FP8 weights in")
+    assert form_of(7) == (form, said)
+
+
+@pytest.mark.parametrize(
+    ("changes", "index", "reason"),
+    [
+        (dict(mlp_only_layers=[0, 5]), 5, r"mlp_only_layers is \[0, 5\]"),
+        (dict(decoder_sparse_step=2), 6, "decoder_sparse_step is 2"),
+        (dict(first_k_dense_replace=3), 2, "first_k_dense_replace is 3"),
+        (dict(moe_layer_freq=2), 7, "moe_layer_freq is 2"),
+    ],
+)
+def test_dense_layers_are_refused(changes: dict[str, Any], index: int, reason: str) -> None:
+    hf_config = HF_CONFIGS[QWEN] | changes
+    message = rf"layer {index}: expected an MoE layer, got a dense one \({reason}\)"
+    with pytest.raises(ValueError, match=message):
+        mm.MegaMoEBlock.from_config(hf_config, layer_index=index, max_num_tokens=8)
+    assert block_spec(hf_config, index + 1).family == "Qwen3-MoE"
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("name", "changes", "index", "message"),
+        [
+            (
+                QWEN,
+                dict(model_type="llama"),
+                None,
+                r"model_type: expected one of \['deepseek_v3', 'deepseek_v4', 'gpt_oss', "
+                r"'kimi_k2', 'qwen3_moe', 'qwen3_next'\], got 'llama'; build a MegaMoEBlock",
+            ),
+            (QWEN, {}, 48, "layer_index: expected one of the model's 48 layers, got 48"),
+            (QWEN, {}, -1, "layer_index: expected an integer >= 0, got -1"),
+            (
+                V3,
+                dict(scoring_func="softmax"),
+                None,
+                r"scoring_func: expected one of \['sigmoid'\]",
+            ),
+            (V3, dict(topk_method="greedy"), None, r"topk_method: expected one of \['noaux_tc'\]"),
+            (V4, dict(swiglu_limit=0.0), None, "swiglu_limit: expected a number > 0, or null"),
+            (V4, dict(scoring_func="tanh"), None, "router scoring: expected one of"),
+            (QWEN, dict(hidden_size=0), None, "hidden_size: expected an integer >= 1, got 0"),
+        ],
+    )
+    def test_values(
+        self, name: str, changes: dict[str, Any], index: int | None, message: str
+    ) -> None:
+        with pytest.raises(ValueError, match=message):
+            mm.MegaMoEBlock.from_config(
+                HF_CONFIGS[name] | changes, layer_index=index, max_num_tokens=8
+            )
+
+    @pytest.mark.parametrize("key", ["hidden_size", "num_experts_per_tok", "norm_topk_prob"])
+    def test_missing_key(self, key: str) -> None:
+        hf_config = {k: v for k, v in HF_CONFIGS[QWEN].items() if k != key}
+        message = f"hf_config of qwen3_moe: expected the key {key}, got none"
+        with pytest.raises(ValueError, match=message):
+            block_spec(hf_config)
+
+    def test_activation_that_does_not_run(self) -> None:
+        message = "hidden_act: expected 'silu', which the experts run as SwiGLU, got 'gelu'"
+        with pytest.raises(NotImplementedError, match=message):
+            block_spec(HF_CONFIGS[QWEN] | dict(hidden_act="gelu"))
+
+    def test_stored_format_that_does_not_run(self) -> None:
+        packed = dict(
+            quant_method="compressed-tensors",
+            format="pack-quantized",
+            config_groups=dict(group_0=dict(targets=["Linear"], weights=dict(num_bits=4))),
+        )
+        kimi = HF_CONFIGS["moonshotai/Kimi-K2-Instruct"] | dict(quantization_config=packed)
+        with pytest.raises(NotImplementedError, match="got 'pack-quantized'"):
+            mm.MegaMoEBlock.from_config(kimi, max_num_tokens=8)
+
+    def test_no_file(self, tmp_path: Path) -> None:
+        with pytest.raises(
+            FileNotFoundError, match=r"hf_config: expected a config\.json, got .*none"
+        ):
+            read_hf_config(tmp_path / "none")
+
+    def test_no_json(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text("{")
+        with pytest.raises(ValueError, match=r"config.json: expected JSON, got"):
+            read_hf_config(tmp_path)
+
+    @pytest.mark.parametrize("content", ["[]", "null"])
+    def test_json_of_another_kind(self, content: str, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(TypeError, match="hf_config: expected a transformers config"):
+            read_hf_config(tmp_path)

@@ -1,0 +1,130 @@
+"""Kernel layout on disk: what is saved is what is loaded, and anything else is refused by name."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import checkpoint_files as files
+import jax
+import numpy as np
+import pytest
+from checkpoint_files import PREFIX, assert_same
+from jax.sharding import Mesh
+from safetensors import safe_open
+
+from jax_megamoe.config import MoEConfig
+from jax_megamoe.weights.checkpoint import converted
+from jax_megamoe.weights.checkpoint.converted import load_converted, save_experts
+from jax_megamoe.weights.checkpoint.load import load_experts
+from jax_megamoe.weights.params import ExpertWeights
+
+E, H, INTER = 8, 128, 128
+FORMATS = files.SOURCES
+
+
+def make_config(form: str = "mxfp4", **changes: Any) -> MoEConfig:
+    return files.make_config(form, E, H, INTER, **changes)
+
+
+def mesh_of(ranks: int) -> Mesh:
+    return Mesh(np.array(jax.devices()[:ranks]), ("ep",))
+
+
+def made(rng: np.random.Generator, config: MoEConfig, **kwargs: Any) -> ExpertWeights:
+    tensors = files.per_expert(FORMATS[config.weight_format.name](rng, E, H, INTER))
+    parent = PREFIX.removesuffix("experts")
+    for part, each in files.floats(rng, 1, H, INTER).items():
+        tensors[f"{parent}shared_expert.{files.PROJ[part]}.weight"] = each.weight[0]
+    sizes = dict(gate=INTER, up=INTER, down=H)
+    for part, size in sizes.items():
+        tensors[f"{PREFIX}.{files.PROJ[part]}.bias"] = np.float32(rng.standard_normal((E, size)))
+    return load_experts(config, tensors, prefix=PREFIX, progress=False, **kwargs)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_saved_is_loaded(tmp_path: Path, rng: np.random.Generator, form: str) -> None:
+    config = make_config(form, num_shared_experts=0 if form == "fp8_block" else 1)
+    weights = made(rng, config)
+    path = tmp_path / "experts.safetensors"
+    save_experts(path, config, weights)
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+    assert_same(load_converted(path, config), weights)
+    for ranks in (2, 8):
+        mesh = mesh_of(ranks)
+        sharded = load_converted(str(path), config, mesh=mesh, axis="ep")
+        assert_same(sharded, weights)
+        assert len(sharded.w2_weight.addressable_shards) == ranks
+        again = tmp_path / f"{ranks}.safetensors"
+        save_experts(again, config, sharded)
+        assert again.read_bytes() == path.read_bytes()
+
+
+def test_mapped_without_a_copy(tmp_path: Path, rng: np.random.Generator) -> None:
+    """On a CPU device the parameters are the file's own pages."""
+    config = make_config()
+    path = tmp_path / "experts.safetensors"
+    save_experts(path, config, made(rng, config))
+    weights = load_converted(path, config)
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    spans = [line.split()[0].split("-") for line in maps if line.endswith(path.name)]
+    for array in (weights.w13_weight, weights.w13_weight_scale, weights.w2_weight):
+        address = array.unsafe_buffer_pointer()
+        assert any(int(start, 16) <= address < int(end, 16) for start, end in spans)
+
+
+def test_other_tools_can_read_it(tmp_path: Path, rng: np.random.Generator) -> None:
+    config = make_config()
+    path = tmp_path / "experts.safetensors"
+    weights = made(rng, config)
+    save_experts(path, config, weights)
+    with safe_open(path, "np") as file:
+        assert file.metadata()["weight_format"] == "mxfp4"
+        np.testing.assert_array_equal(file.get_tensor("w2_weight"), weights.w2_weight)
+
+
+@pytest.mark.parametrize(
+    "changes, text",
+    [
+        (dict(weight_format="mxfp8"), "weight_format of e: expected 'mxfp8', got 'nvfp4'"),
+        (dict(kernel_source="sgl"), "layout of e: expected 'sgl_fp4', got 'interleave8'"),
+        (dict(hidden_size=256), "hidden_size of e: expected '256', got '128'"),
+        (dict(intermediate_size=256), "intermediate_size of e: expected '256', got '128'"),
+        (dict(num_experts=16), "num_experts of e: expected '16', got '8'"),
+        (dict(num_logical_experts=4), "num_logical_experts of e: expected '4', got '8'"),
+        (dict(num_shared_experts=1), "shared_format of e: expected 'mxfp8', got 'None'"),
+    ],
+)
+def test_another_layer_is_refused(
+    tmp_path: Path, rng: np.random.Generator, changes: dict[str, Any], text: str
+) -> None:
+    config = replace(make_config("nvfp4"), kernel_source="vllm")
+    save_experts(tmp_path / "e", config, made(rng, config))
+    with pytest.raises(ValueError, match=f"{text}; convert the checkpoint again for this config"):
+        load_converted(tmp_path / "e", replace(config, **changes))
+
+
+def test_another_version_is_refused(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config()
+    save_experts(tmp_path / "e", config, made(rng, config))
+    monkeypatch.setattr(converted, "FILE_VERSION", 2)
+    with pytest.raises(ValueError, match="jax_megamoe_version of e: expected '2', got '1'"):
+        load_converted(tmp_path / "e", config)
+
+
+def test_other_files_are_refused(tmp_path: Path, rng: np.random.Generator) -> None:
+    config = make_config()
+    weights = made(rng, config)
+    plain = files.write_file(tmp_path / "plain", dict(a=np.zeros(3)))
+    with pytest.raises(ValueError, match="jax_megamoe_version of plain: expected '1', got None"):
+        load_converted(plain, config)
+    with pytest.raises(FileNotFoundError):
+        load_converted(tmp_path / "none", config)
+    save_experts(tmp_path / "e", config, weights)
+    (tmp_path / "e").write_bytes((tmp_path / "e").read_bytes()[:-4])
+    with pytest.raises(ValueError, match=r"w2_bias in e: expected a file of at least"):
+        load_converted(tmp_path / "e", config)
+    with pytest.raises(ValueError, match=r"weights\.format: expected 'mxfp8'"):
+        save_experts(tmp_path / "f", make_config("mxfp8"), weights)
+    assert not (tmp_path / "f").exists()
