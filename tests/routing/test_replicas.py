@@ -211,8 +211,8 @@ WRONG_MAPS = {
     "another config's": (
         mm.replica_map(np.arange(32) % 16, 16),
         ValueError,
-        r"eplb.logical_to_physical: expected slots in \[0, 16\) for the replicas of each expert, got "
-        r"slots from 0 to 31; make the map for this config",
+        r"eplb.logical_to_physical: expected slots in \[0, 16\) for the replicas of each expert, "
+        r"got slots from 0 to 31; make the map for this config",
     ),
     "uint8 slots": (
         of_slots(SLOTS.astype(np.uint8), COUNTS),
@@ -273,5 +273,5 @@ def test_maps_that_are_not_the_configs(case: str) -> None:
 def test_dtypes_of_traced_maps_are_checked() -> None:
     inputs, weights = cases.tokens(PLAIN, 8), cases.weights(PLAIN)
     call = jax.jit(partial(mm.mega_moe, config=PLAIN))
-    with pytest.raises(TypeError, match="^eplb.logical_to_physical: expected dtype int32"):
+    with pytest.raises(TypeError, match=r"^eplb.logical_to_physical: expected dtype int32"):
         call(*inputs, weights, eplb=of_slots(SLOTS.astype(np.uint8), COUNTS))
