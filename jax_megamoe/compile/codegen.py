@@ -32,7 +32,7 @@ def generate(spec: KernelSpec, source: KernelSource) -> str:
     )
     assertions = "\n".join(f'static_assert({check},\n    "{complaint}");' for check in checks)
     return f"""\
-#include <{spec.header}>
+{spec.prelude}#include <{spec.header}>
 #include <cuda/std/type_traits>
 
 using namespace {source.namespace};

@@ -57,12 +57,10 @@ class Route:
         routing: Routing | None = None,
         *,
         with_stats: bool = False,
-        max_input_scale: float | None = None,
     ) -> LaunchPlan:
         """The plan of a call with `num_tokens` rows on each rank, staged by this package.
 
-        routing None: logical ids alone, without a padding mask or a replica map. max_input_scale is
-        that of the weights.
+        routing None: logical ids alone, without a padding mask or a replica map.
         """
         return plan_mega_moe(
             config if self.fuses_shared else _unfused(config),
@@ -71,7 +69,7 @@ class Route:
             self.num_ranks,
             self.source,
             with_stats=with_stats,
-            l2_activation_scale=1.0 if max_input_scale is None else max_input_scale,
+            l2_activation_scale=None,
             routing=routing or Routing(num_logical=config.logical_experts),
             staging_by="jax_megamoe",
         )
@@ -304,10 +302,6 @@ def _check_parameters(config: MoEConfig, weights: ExpertWeights, source: str) ->
                     f"jax_megamoe.to_layout(weights, {layout!r}) moves them",
                 )
             )
-        if source == "vllm" and weights.max_input_scale is None:
-            expected = "the largest w2_input_scale as a number: vllm's kernel takes it by value"
-            hint = "make or load the weights outside jit"
-            raise ValueError(_checks.message("weights.max_input_scale", expected, None, hint))
 
 
 def moe(
@@ -364,13 +358,7 @@ def moe(
         padding_mask=padding_mask is not None,
         max_replicas=0 if eplb is None else eplb.logical_to_physical.shape[1],
     )
-    plan = route.plan(
-        config,
-        x.shape[0],
-        routing,
-        with_stats=with_stats,
-        max_input_scale=weights.max_input_scale,
-    )
+    plan = route.plan(config, x.shape[0], routing, with_stats=with_stats)
     results |= {name: jax.ShapeDtypeStruct(*like) for name, *like in plan.scratch}
     _build(plan)
     out = launcher.launch(plan, operands, results, buffer_key=route.buffer_key, command_buffer=True)
@@ -380,16 +368,14 @@ def moe(
 def _factors(weights: ExpertWeights, source: str, axis: Axis | None) -> dict[str, Array]:
     """NVFP4's float32 factors as a source's kernels multiply by them.
 
-    sgl: w13_weight_scale_2 [E, 2] for gate and up; w2_input_scale [E], the inverse of the one scale
-    of second inputs; w2_weight_scale_2 [E], which takes that scale back. vllm: w2_weight_scale_2
-    [E], NaN where the number that the kernel takes by value is not the arrays' largest scale (after
-    an update of the arrays alone), so that no output is quietly wrong.
+    w2_weight_scale_2 [E] takes back the one scale of second inputs. sgl also: w13_weight_scale_2
+    [E, 2] for gate and up; w2_input_scale [E], the inverse of that scale. vllm also:
+    l2_activation_scale [1], the scale itself.
     """
     scale = expert.input_scale(weights.w2_input_scale, axis)
     first, second = weights.w13_weight_scale_2, weights.w2_weight_scale_2
     if source == "vllm":
-        as_traced = scale == weights.max_input_scale
-        return {"w2_weight_scale_2": jnp.where(as_traced, second, jnp.nan)}
+        return {"w2_weight_scale_2": second * scale, "l2_activation_scale": scale.reshape(1)}
     return {
         "w13_weight_scale_2": jnp.stack([first, first], axis=-1),
         "w2_input_scale": jnp.ones_like(second) / scale,

@@ -72,7 +72,6 @@ class MegaMoE(nnx.Module):
         self.axis = axis
         self.implementation = implementation
         self.layout = weights.layout
-        self.max_input_scale = weights.max_input_scale
         specs = weights.partition_specs(axis) if mesh is not None and axis is not None else None
         for name in ARRAY_FIELDS:
             array = getattr(weights, name)
@@ -87,7 +86,6 @@ class MegaMoE(nnx.Module):
             **arrays,
             format=self.config.weight_format.name,
             layout=self.layout,
-            max_input_scale=self.max_input_scale,
         )
 
     def __call__(

@@ -14,6 +14,7 @@ class KernelSpec:
         symbol: the template's name inside the source's namespace.
         template_args: C++ text of each argument, in order.
         parameter_types: C++ type of each kernel parameter, in order; asserted when compiling.
+        prelude: C++ text before the header is included: macros that change it.
     """
 
     source: str
@@ -22,6 +23,7 @@ class KernelSpec:
     symbol: str
     template_args: tuple[str, ...]
     parameter_types: tuple[str, ...]
+    prelude: str = ""
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,12 @@ from jax_megamoe.plan.launch import (
     Float32,
     KernelArgument,
     KernelLaunch,
+    Pointer,
     SymmetricBuffer,
     Uint32,
     optional,
 )
+from jax_megamoe.plan.operand import Operand
 from jax_megamoe.plan.problem import Problem
 from jax_megamoe.plan.sm100 import Launcher
 from jax_megamoe.plan.staging import L2_ALPHA
@@ -40,6 +42,13 @@ from jax_megamoe.plan.tensor_map import (
     UINT8,
 )
 from jax_megamoe.plan.vllm_sm100 import arch, clamps, norm_arguments
+
+_SCALE = "l2_activation_scale"
+
+_SCALE_BY_POINTER = f"#define {_SCALE} *{_SCALE}_pointer\n"
+"""Makes the kernel's parameter ``const float`` a ``const float*`` and reads it at each of its uses,
+which are factors. By value the scale would be part of the program: layers that differ in it would
+be compiled apart, and one program could not run a stack of them."""
 
 _NVFP4_ACTIVATIONS = Activations(
     "int8", 4, 2, PACKED_U4_ALIGN8, 1, 128, SWIZZLE_64B, 64, SWIZZLE_32B
@@ -95,6 +104,11 @@ def _nvfp4(launcher: Launcher) -> KernelLaunch:
     problem, family, tiles = launcher.problem, launcher.family, launcher.tiles
     bf16_shared = problem.num_shared_experts and problem.shared_format == "bf16"
     shared_weights = BF16_WEIGHTS if bf16_shared else FP8_WEIGHTS
+    by_pointer = problem.l2_activation_scale is None
+    scale: KernelArgument = Pointer(_SCALE, Operand(_SCALE))
+    if problem.l2_activation_scale is not None:
+        scale = Float32(_SCALE, problem.l2_activation_scale)
+    scale_type = "const float*" if by_pointer else "float"
     decode_shaped = heuristics.likely_tokens(problem) <= tiles.block_m
     template = [
         *launcher.head(),
@@ -120,13 +134,16 @@ def _nvfp4(launcher: Launcher) -> KernelLaunch:
         launcher.stats(),
         optional("l1_alpha", "w13_weight_scale_2", problem.l1_alphas),
         optional("l2_alpha", L2_ALPHA, problem.l2_alphas),
-        Float32("l2_activation_scale", problem.l2_activation_scale),
+        scale,
         Uint32("num_tokens", problem.num_tokens),
         SymmetricBuffer("sym_buffer"),
         *launcher.maps(),
     ]
-    types = ["void*", "int*", "const float*", "const float*", "float", "uint32_t"]
-    return launcher.launch(template, arguments, types, arch(launcher.device))
+    types = ["void*", "int*", "const float*", "const float*", scale_type, "uint32_t"]
+    launch = launcher.launch(template, arguments, types, arch(launcher.device))
+    if not by_pointer:
+        return launch
+    return replace(launch, kernel=replace(launch.kernel, prelude=_SCALE_BY_POINTER))
 
 
 def _fp4_fp4(launcher: Launcher) -> KernelLaunch:

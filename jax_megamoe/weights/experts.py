@@ -21,7 +21,6 @@ from jax_megamoe.weights.params import (
     ExpertWeights,
     check_weights,
     default_layout,
-    with_max_input_scale,
 )
 from jax_megamoe.weights.requantize import quantize_matrix
 
@@ -88,7 +87,7 @@ def quantize_experts(
         fields |= _shared_fields(config, shared)
     weights = ExpertWeights(**fields, format=config.weight_format.name, layout=layout)
     check_weights(config, weights)
-    return with_max_input_scale(weights)
+    return weights
 
 
 def _num_experts(config: MoEConfig, gate: Array) -> int:
@@ -174,8 +173,7 @@ def random_experts(config: MoEConfig, key: Array) -> ExpertWeights:
         form, inter = WEIGHT_FORMATS[config.shared_format], config.shared_size
         one = _random(keys[:1], inter=inter, hidden=hidden, form=form, layout=INTERLEAVE_8)
         fields |= {_SHARED_NAMES[name]: array[0] for name, array in one.items()}
-    weights = ExpertWeights(**fields, format=config.weight_format.name, layout=layout)
-    return with_max_input_scale(weights)
+    return ExpertWeights(**fields, format=config.weight_format.name, layout=layout)
 
 
 @partial(jax.jit, static_argnames=("inter", "hidden", "form", "layout"))
@@ -304,7 +302,7 @@ def to_layout(weights: ExpertWeights, layout: str) -> ExpertWeights:
     names = ("w13_weight", "w13_weight_scale", "w13_bias")
     arrays = {name: array for name, array in weights.arrays().items() if name in names}
     moved: dict[str, Any] = _moved_rows(arrays, old=weights.layout, new=layout)
-    return with_max_input_scale(replace(weights, **moved, layout=layout, max_input_scale=None))
+    return replace(weights, **moved, layout=layout)
 
 
 @partial(jax.jit, static_argnames=("old", "new"))

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jax_megamoe import _checks
 from jax_megamoe.config import SGL_SWIGLU, MoEConfig
@@ -21,7 +20,7 @@ SGL_FP4 = "sgl_fp4"
 NVFP4_LAYOUTS = MappingProxyType({"sgl": SGL_FP4, "vllm": INTERLEAVE_8})
 """The row order that a kernel source's NVFP4 kernel reads."""
 
-_META_FIELDS = ("format", "layout", "max_input_scale")
+_META_FIELDS = ("format", "layout")
 
 
 class SharedWeights(NamedTuple):
@@ -57,10 +56,6 @@ class ExpertWeights:
             shared expert, [2S, H] and [H, S] with their scales; None for none.
         format: name of the weight format.
         layout: row order of w13, ``"interleave8"`` or ``"sgl_fp4"``.
-        max_input_scale: the largest w2_input_scale of all experts (1.0 when all are 0) as a number:
-            vllm's NVFP4 kernel takes it by value, so it is static and layers that differ in it are
-            traced apart, and stacked ones want it replaced by None. `with_max_input_scale` sets it
-            when parameters are made or loaded; None for all other kernels.
     """
 
     w13_weight: Any
@@ -78,7 +73,6 @@ class ExpertWeights:
     shared_l2_weight_scale: Any = None
     format: str = ""
     layout: str = INTERLEAVE_8
-    max_input_scale: float | None = None
 
     @property
     def shared(self) -> SharedWeights | None:
@@ -117,23 +111,6 @@ ARRAY_FIELDS = tuple(f.name for f in fields(ExpertWeights) if f.name not in _MET
 jax.tree_util.register_dataclass(
     ExpertWeights, data_fields=list(ARRAY_FIELDS), meta_fields=list(_META_FIELDS)
 )
-
-
-def with_max_input_scale(weights: ExpertWeights) -> ExpertWeights:
-    """`weights` with `max_input_scale` as its arrays have it, where a kernel takes it by value.
-
-    Reads w2_input_scale from the device. Parameters of other formats and layouts, and traced ones,
-    come back as they are.
-    """
-    scales = weights.w2_input_scale
-    if weights.layout != INTERLEAVE_8 or scales is None or isinstance(scales, Tracer):
-        return weights
-    sharding = getattr(scales, "sharding", None)
-    everywhere = None
-    if isinstance(sharding, NamedSharding):
-        everywhere = NamedSharding(sharding.mesh, PartitionSpec())
-    largest = float(jax.jit(jnp.max, out_shardings=everywhere)(scales))
-    return replace(weights, max_input_scale=largest if largest > 0 else 1.0)
 
 
 def default_layout(config: MoEConfig) -> str:

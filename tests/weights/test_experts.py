@@ -90,8 +90,6 @@ def test_nvfp4_rows_moved_between_the_layouts(biased: bool) -> None:
         for name, array in want.arrays().items():
             np.testing.assert_array_equal(moved.arrays()[name], array, err_msg=name)
         assert mm.to_layout(moved, want.layout) is moved
-    assert by_source["vllm"].max_input_scale == float(by_source["sgl"].w2_input_scale.max())
-    assert by_source["sgl"].max_input_scale is None
 
 
 def test_moved_rows_stay_on_their_devices() -> None:
@@ -102,7 +100,6 @@ def test_moved_rows_stay_on_their_devices() -> None:
     moved = mm.to_layout(placed, "interleave8")
     for name, array in moved.arrays().items():
         assert array.sharding.is_equivalent_to(getattr(shardings, name), array.ndim), name
-    assert moved.max_input_scale == float(placed.w2_input_scale.max())
 
 
 def test_layouts_that_do_not_exist() -> None:
@@ -112,14 +109,6 @@ def test_layouts_that_do_not_exist() -> None:
     text = "layout of mxfp4: expected interleave8, got sgl_fp4"
     with pytest.raises(ValueError, match=f"^{text}$"):
         mm.to_layout(cases.weights(cases.config("mxfp4")), "sgl_fp4")
-
-
-def test_largest_input_scale_is_1_without_any() -> None:
-    cfg = cases.config("nvfp4", kernel_source="vllm")
-    parts = cases.float_matrices(cfg)["routed"]
-    assert mm.quantize_experts(cfg, *parts).max_input_scale == 1.0
-    assert random_experts(cfg, jax.random.key(0)).max_input_scale == 1.0
-    assert jax.jit(partial(mm.quantize_experts, cfg))(*parts).max_input_scale is None
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])

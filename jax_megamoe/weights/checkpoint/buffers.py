@@ -22,7 +22,7 @@ from jax_megamoe import _checks
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.weights import layout as layouts
 from jax_megamoe.weights.checkpoint.dialects import SHARED
-from jax_megamoe.weights.params import ExpertWeights, parameter_shapes, with_max_input_scale
+from jax_megamoe.weights.params import ExpertWeights, parameter_shapes
 from jax_megamoe.weights.requantize import QuantizedMatrix
 
 _ALIGNMENT = 64
@@ -207,9 +207,9 @@ class ParameterBuffers:
         names = list(self._buffers)
         arrays: dict[str, Any] = {name: self._placed(name) for name in names}
         if self._initial is not None:
-            return with_max_input_scale(replace(self._initial, **arrays))
+            return replace(self._initial, **arrays)
         form = self._config.weight_format.name
-        return with_max_input_scale(ExpertWeights(**arrays, format=form, layout=self._layout))
+        return ExpertWeights(**arrays, format=form, layout=self._layout)
 
     def _placed(self, name: str) -> jax.Array:
         buffers = self._buffers.pop(name)

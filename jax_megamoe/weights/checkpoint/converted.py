@@ -23,7 +23,6 @@ from jax_megamoe.weights.params import (
     ExpertWeights,
     check_weights,
     default_layout,
-    with_max_input_scale,
 )
 
 FILE_VERSION = 1
@@ -104,7 +103,7 @@ def load_converted(
         **arrays, format=config.weight_format.name, layout=default_layout(config)
     )
     check_weights(config, weights)
-    return with_max_input_scale(weights)
+    return weights
 
 
 def _mapped(tensor: StoredTensor, placement: Placement) -> jax.Array:
