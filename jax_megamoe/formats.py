@@ -13,6 +13,11 @@ from jax_megamoe import _checks
 ScaleKind = Literal["none", "ue8m0", "e4m3", "float32"]
 Architecture = Literal["sm100", "sm90"]
 
+INTERLEAVE_8 = "interleave8"
+"""Gate and up rows alternate by 8: every kernel but sgl's NVFP4."""
+SGL_FP4 = "sgl_fp4"
+"""Row order of sgl's NVFP4 kernel."""
+
 
 @dataclass(frozen=True)
 class WeightSpec:

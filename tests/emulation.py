@@ -150,7 +150,8 @@ class Emulation:
 
     def device_spec(self, _: jax.Device, reserved_sms: int = 0) -> DeviceSpec:
         """In place of `devices.device_spec`."""
-        return dataclasses.replace(self.device, num_sms=self.device.num_sms - reserved_sms)
+        num_sms = self.device.num_sms - reserved_sms
+        return dataclasses.replace(self.device, num_sms=num_sms, reserved_sms=reserved_sms)
 
     def build(self, spec: KernelSpec) -> bytes:
         """In place of `compile.build`."""

@@ -11,7 +11,8 @@ import numpy as np
 
 from jax_megamoe import MoEConfig, ReplicaMap
 from jax_megamoe.numerics import quantization
-from jax_megamoe.op.staging import QuantizedTokens, StagedTokens, stage
+from jax_megamoe.numerics.tokens import QuantizedTokens
+from jax_megamoe.op.staged_tokens import StagedTokens, stage
 from jax_megamoe.plan import plan_mega_moe
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.launch import KernelLaunch, LaunchPlan

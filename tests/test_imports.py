@@ -1,6 +1,7 @@
 """The package's shape: imports go one way only, names and sizes, and nothing happens at import."""
 
 import ast
+import itertools
 import os
 import subprocess
 import sys
@@ -12,60 +13,67 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "jax_megamoe"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-ALLOWED = {
-    "_checks": "",
-    "formats": "_checks",
-    "config": "_checks formats",
-    "router": "_checks",
-    "hf_config": "_checks config router",
-    "elements": "_checks",
-    "quantization": "_checks elements",
-    "plan": "_checks config formats",
-    "devices": "_checks plan",
-    "compile": "_checks plan",
-    "_extension": "_checks plan compile",
-    "launcher": "_checks plan _extension",
-    "_processes": "_checks",
-    "_cuda_memory": "_checks compile",
-    "_peer_memory": "_checks devices _processes _cuda_memory",
-    "symmetric_memory": "_checks _extension _processes _cuda_memory _peer_memory",
-    "weights": "_checks formats config elements quantization",
-    "eplb": "_checks config weights",
-    "staging": "config quantization eplb",
-    "expert": "config formats quantization weights",
-    "xla": "config formats staging expert weights",
-    "reference": "config formats staging expert weights eplb",
-    "deep_gemm": "_checks _extension compile config devices eplb expert launcher plan "
-    "symmetric_memory weights",
-    "stats": "_checks config eplb expert staging",
-    "exporting": "eplb stats weights",
-    "transforms": "_checks config deep_gemm eplb expert launcher reference staging weights xla",
-    "op": "_checks compile config deep_gemm eplb stats symmetric_memory transforms weights",
-    "layer": "config deep_gemm eplb op weights",
-    "replicated": "",
-    "router_layer": "_checks replicated router transforms weights",
-    "shared_expert": "config expert replicated weights",
-    "block": "_checks config eplb formats hf_config layer op replicated router router_layer "
-    "shared_expert weights",
-    "ahead": "_checks compile config deep_gemm plan",
-    "sources": "compile config deep_gemm devices formats plan",
-    "doctor": "_extension compile config deep_gemm devices formats plan sources",
-    "measurements": "",
-    "bench": "_checks config formats measurements op weights",
-    "bench_load": "_checks config formats measurements weights",
-    "demo": "_checks config formats layer reference weights",
-    "cli": "ahead bench bench_load compile config deep_gemm demo devices doctor formats "
-    "measurements plan sources weights",
-    "__main__": "cli",
-    "__init__": "config deep_gemm eplb exporting formats op reference router stats weights layer "
-    "block",
+ROOMS = {
+    "_checks": ("", ""),
+    "mesh": ("", ""),
+    "formats": ("_checks", ""),
+    "config": ("_checks formats", ""),
+    "numerics": ("_checks config formats", "elements quantization expert tokens"),
+    "weights": (
+        "_checks config formats mesh numerics",
+        "checkpoint.dialects checkpoint.tensors checkpoint.select layout params requantize "
+        "checkpoint.buffers checkpoint.projection experts move checkpoint.converted "
+        "checkpoint.gather checkpoint.load checkpoint.block_tensors checkpoint.convert checkpoint",
+    ),
+    "routing": ("_checks config mesh numerics weights", "router replicas rebalance stats"),
+    "plan": (
+        "_checks config formats",
+        "device kernel operand arithmetic problem tensor_map family heuristics sm90_heuristics "
+        "symmetric_buffer limits launch expert_maps sgl_staging sm100 sgl_sm90 staging sgl_sm100 "
+        "vllm_sm100 vllm_nvfp4 planner recording",
+    ),
+    "compile": (
+        "_checks plan",
+        "errors cubin cache pins toolkit fetch sources codegen compiler builder",
+    ),
+    "runtime": ("_checks compile plan", "devices extension"),
+    "symmetric_memory": ("_checks compile mesh runtime", "processes cuda peer"),
+    "launch": (
+        "_checks compile config mesh numerics plan routing runtime symmetric_memory weights",
+        "launcher deep_gemm",
+    ),
+    "op": (
+        "_checks compile config formats launch mesh numerics routing symmetric_memory weights",
+        "staged_tokens reference xla exporting transforms mega_moe",
+    ),
+    "nn": (
+        "_checks config formats launch mesh numerics op routing weights",
+        "replicated hf_config shared_expert router_layer layer block",
+    ),
+    "cli": (
+        "_checks compile config formats launch nn op plan runtime weights",
+        "measurements demo.result demo.picture demo.checkpoint bench_load ahead sources doctor "
+        "bench demo.run demo main",
+    ),
+    "__init__": ("config formats launch nn op routing weights", ""),
+    "__main__": ("cli", ""),
 }
-"""What a module or folder may import of the others, bottom up: a row imports from rows above it."""
+"""Bottom up: what a room may import of the others, and its files, each of which may import the
+files of its room that stand before it. A package's own file comes last in its room."""
 
 
-def unit_of(path: Path) -> str:
-    """The row of `ALLOWED` that a file belongs to."""
-    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+def module_of(path: Path) -> str:
+    """The dotted name of a file below the package; a package's is its folder's."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(path): path for path in FILES}
+
+
+def room_of(module: str) -> str:
+    """The row of `ROOMS` that a module belongs to."""
+    return module.split(".", maxsplit=1)[0]
 
 
 def imported(path: Path) -> set[str]:
@@ -85,35 +93,74 @@ def names_of(path: Path, package: str) -> bool:
 
 
 def edges(path: Path) -> set[str]:
-    """The rows of `ALLOWED` that a file imports from, its own apart."""
-    inner = {name.split(".")[1] for name in imported(path) if name.startswith("jax_megamoe.")}
-    return inner - {unit_of(path)}
+    """The modules of the package that a file imports, itself apart."""
+    found = set()
+    for name in imported(path) - {"jax_megamoe.runtime._ffi"}:
+        inner = name.removeprefix("jax_megamoe.")
+        while inner and inner != name and inner not in MODULES:
+            inner = inner.rpartition(".")[0]
+        if inner and inner != name:
+            found.add(inner)
+    return found - {module_of(path)}
+
+
+def files_of(room: str) -> list[str]:
+    """The modules of a room in the order of the table."""
+    inner = [f"{room}.{name}" for name in ROOMS[room][1].split()]
+    return [*inner, room]
 
 
 def test_the_table_has_no_cycle() -> None:
     above: set[str] = set()
-    for unit, allowed in ALLOWED.items():
-        assert set(allowed.split()) <= above, f"{unit} imports from a row below it"
-        above.add(unit)
+    for room, (allowed, _) in ROOMS.items():
+        assert set(allowed.split()) <= above, f"{room} imports from a row below it"
+        above.add(room)
+
+
+def test_the_table_has_every_file() -> None:
+    assert sorted(module for room in ROOMS for module in files_of(room)) == sorted(MODULES)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_go_one_way(path: Path) -> None:
-    extra = edges(path) - set(ALLOWED[unit_of(path)].split()) - {"_ffi"}
+    module = module_of(path)
+    room = room_of(module)
+    files = files_of(room)
+    allowed = {each for other in ROOMS[room][0].split() for each in files_of(other)}
+    extra = edges(path) - allowed - set(files[: files.index(module)])
     assert not extra, f"{path.relative_to(ROOT)} may not import {sorted(extra)}"
 
 
+def test_the_tree_in_contributing_has_every_file() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    tree = text[text.index("    jax_megamoe/") :].split("\n    ffi/")[0]
+    folders: list[tuple[int, str]] = []
+    found = set()
+    for line in tree.splitlines()[1:]:
+        words = line.split()
+        indent = len(line) - len(line.lstrip())
+        folders = [(depth, name) for depth, name in folders if depth < indent]
+        if words[0].endswith("/"):
+            folders.append((indent, words[0]))
+        names = itertools.takewhile(lambda word: word.endswith((".py", ".cuh")), words)
+        found |= {"".join(name for _, name in folders) + word for word in names}
+    files = {*FILES, *PACKAGE.rglob("*.cuh")}
+    there = {str(path.relative_to(PACKAGE)) for path in files}
+    assert found == {name for name in there if "/" not in name or "__init__" not in name}
+
+
 def test_only_extension_imports_the_compiled_module() -> None:
-    assert {unit_of(path) for path in FILES if "_ffi" in edges(path)} == {"_extension"}
+    callers = {module_of(path) for path in FILES if "jax_megamoe.runtime._ffi" in imported(path)}
+    assert callers == {"runtime.extension"}
 
 
 def test_only_launcher_calls_the_ffi() -> None:
-    callers = {unit_of(path) for path in FILES if "ffi_call" in path.read_text()}
-    assert callers == {"launcher"}
+    callers = {module_of(path) for path in FILES if "ffi_call" in path.read_text()}
+    assert callers <= {"launch.launcher", "mesh"}
 
 
 @pytest.mark.parametrize(
-    "path", sorted((PACKAGE / "plan").glob("*.py")), ids=lambda path: path.name
+    "path", sorted((PACKAGE / "plan").rglob("*.py")), ids=lambda path: path.name
 )
 def test_plan_is_pure(path: Path) -> None:
     """The standard library and its own: nothing named jax, no environment, no files."""
@@ -132,14 +179,7 @@ def test_configs_do_not_need_jax(name: str) -> None:
 
 
 def test_who_imports_flax() -> None:
-    assert {unit_of(path) for path in FILES if names_of(path, "flax")} <= {
-        "layer",
-        "replicated",
-        "router_layer",
-        "shared_expert",
-        "block",
-        "demo",
-    }
+    assert {room_of(module_of(path)) for path in FILES if names_of(path, "flax")} <= {"nn", "cli"}
 
 
 def test_nobody_imports_torch_or_deep_gemm() -> None:

@@ -57,7 +57,7 @@ def jax_device() -> str:
 
 def extension() -> str:
     """Where the compiled module lies."""
-    from jax_megamoe.runtime import extension
+    from jax_megamoe.runtime import extension  # noqa: PLC0415
 
     return str(extension.module().__file__)
 

@@ -200,7 +200,8 @@ def compile(parser: argparse.ArgumentParser) -> Run:
             device = device_spec(jax.local_devices()[0], reserved)
         else:
             known = KNOWN_DEVICES[arguments.device]
-            device = replace(known, num_sms=known.num_sms - reserved)
+            left = known.num_sms - reserved
+            device = replace(known, num_sms=left, reserved_sms=reserved)
         specs = kernels(configs, device, arguments.tokens, arguments.ranks)
         return 0 if compile_ahead(specs, Console()) else 1
 

@@ -16,6 +16,7 @@ from jax_megamoe import _checks, symmetric_memory
 from jax_megamoe import compile as compiler
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.launch import launcher
+from jax_megamoe.mesh import Axis, axis_names
 from jax_megamoe.numerics import expert
 from jax_megamoe.plan import SOURCES, check_sizes, plan_mega_moe
 from jax_megamoe.plan.device import DeviceSpec
@@ -25,8 +26,6 @@ from jax_megamoe.routing.replicas import ReplicaMap
 from jax_megamoe.runtime import extension
 from jax_megamoe.runtime.devices import device_spec
 from jax_megamoe.weights.params import NVFP4_LAYOUTS, SGL_FP4, ExpertWeights, default_layout
-
-Axis = str | tuple[str, ...]
 
 _log = logging.getLogger("jax_megamoe")
 
@@ -157,18 +156,18 @@ def find_route(
     device = jax.local_devices()[0] if groups is None else groups[0][0]
     ranks = num_ranks if groups is None else len(groups[0])
     spec = device_spec(device, config.reserved_sms)
-    layout = default_layout(config) if weights is None else weights.layout
+    order = default_layout(config) if weights is None else weights.layout
     fuses = _fuses_shared(config, weights)
     routed = config if fuses else _unfused(config)
-    source = _kernel_source(routed, spec, ranks, layout)
+    source = _kernel_source(routed, spec, ranks, order)
     if weights is not None:
         _check_parameters(config, weights, source)
     source = _found_source(routed, spec, ranks, source)
     if weights is not None and weights.shared is not None and not fuses:
         _log_unfused(config)
-    num_bytes = plan_mega_moe(routed, spec, 0, ranks, source).buffer.num_bytes
-    names = "none" if axis is None else axis if isinstance(axis, str) else "+".join(axis)
-    name = f"{names}/{ranks}/{num_bytes}/"
+    layout = plan_mega_moe(routed, spec, 0, ranks, source).buffer
+    names = "+".join(axis_names(axis)) or "none"
+    name = f"{names}/{ranks}/{layout.fingerprint(source)}/"
     if groups is None:
         key = _allocated_key(name)
     else:
@@ -178,7 +177,7 @@ def find_route(
     if num_tokens:
         _build(route.plan(config, num_tokens))
     if groups is not None:
-        symmetric_memory.allocate(key, num_bytes, groups)
+        symmetric_memory.allocate(key, layout.num_bytes, groups)
     return route
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
 
 from jax_megamoe._checks import message
+from jax_megamoe.mesh import vary, varying_axes
 from jax_megamoe.plan.kernel import KernelSpec
 from jax_megamoe.plan.launch import (
     Fill,
@@ -85,7 +85,7 @@ def launch(
 def program(
     plan: LaunchPlan, operands: Sequence[str], results: Sequence[str], *, buffer_key: str = ""
 ) -> Any:
-    """The same plan as a `jax_megamoe.runtime._ffi.Program`, to launch outside XLA on streams of one's own.
+    """The plan as a `jax_megamoe.runtime._ffi.Program`, to launch outside XLA on one's own streams.
 
     Args:
         plan: what to launch.
@@ -100,18 +100,6 @@ def program(
     attributes = encode(plan, operands, results, buffer_key=buffer_key)
     plain = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in attributes.items()}
     return extension.module().Program(plain)
-
-
-def varying_axes(array: Any) -> frozenset[str]:
-    """Manual mesh axes that `array` varies over; empty outside `shard_map`."""
-    return jax.typeof(array).manual_axis_type.varying
-
-
-def vary(array: Any, axes: frozenset[str]) -> Any:
-    """`array`, varying over all of `axes`: what `ffi_call` wants alike of operands, and forgets to
-    say of results."""
-    missing = tuple(sorted(axes - varying_axes(array)))
-    return lax.pcast(array, missing, to="varying") if missing else array
 
 
 def encode(

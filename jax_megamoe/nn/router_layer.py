@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, BFloat16, Bool, Int32
 
 from jax_megamoe import _checks
+from jax_megamoe.mesh import reshard
 from jax_megamoe.nn.replicated import replicated
 from jax_megamoe.op.transforms import Place, zero_padding
 from jax_megamoe.routing.router import Router, RouterParams, Routing, check_route, route
@@ -87,8 +88,7 @@ class RouterLayer(nnx.Module):
             return local(tokens, params)
         _checks.multiple("x rows", len(x), place.num_ranks, "pad x and mask the padding")
         rows = P(place.axis)
-        if any(kind == AxisType.Explicit for kind in place.mesh.axis_types):
-            tokens = jax.reshard(tokens, NamedSharding(place.mesh, rows))
+        tokens = reshard(tokens, place.mesh, rows)
         return jax.shard_map(local, mesh=place.mesh, in_specs=(rows, P()), out_specs=rows)(
             tokens, params
         )

@@ -12,9 +12,8 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from jax_megamoe.config import Activation
-from jax_megamoe.formats import WeightFormat
+from jax_megamoe.formats import SGL_FP4, WeightFormat
 from jax_megamoe.numerics import quantization
-from jax_megamoe.weights.params import SGL_FP4
 
 
 @jax.custom_jvp

@@ -17,6 +17,7 @@ from jax_megamoe import _checks, symmetric_memory
 from jax_megamoe import compile as compiler
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.launch import deep_gemm
+from jax_megamoe.mesh import axis_names
 from jax_megamoe.op.transforms import (
     Axis,
     Call,
@@ -138,7 +139,7 @@ def place_of(config: MoEConfig, mesh: Mesh | None, axis: Axis | None) -> Place:
         if mesh is not None:
             raise ValueError(_checks.message("axis", "the expert-parallel axis of the mesh", None))
         return Place(None, 1, False, None)
-    names = (axis,) if isinstance(axis, str) else tuple(axis)
+    names = axis_names(axis)
     context = jax.sharding.get_abstract_mesh()
     inside = bool(names) and set(names) <= set(context.manual_axes)
     used = context if mesh is None else mesh

@@ -11,13 +11,13 @@ from jaxtyping import Array, BFloat16, Bool, Float, Float32, Int32
 
 from jax_megamoe.config import Activation, MoEConfig
 from jax_megamoe.formats import WEIGHT_FORMATS, WeightFormat
+from jax_megamoe.mesh import Axis
 from jax_megamoe.numerics import expert
-from jax_megamoe.op.staging import QuantizedTokens, StagedTokens, route, stage
+from jax_megamoe.numerics.tokens import QuantizedTokens
+from jax_megamoe.op.staged_tokens import StagedTokens, physical_routing, stage
 from jax_megamoe.routing.replicas import ReplicaMap, check_map
 from jax_megamoe.weights.experts import dequantize_biases, dequantize_experts, dequantize_shared
 from jax_megamoe.weights.params import ExpertWeights, check_weights
-
-Axis = str | tuple[str, ...]
 
 _einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
@@ -80,7 +80,7 @@ def _einsum_moe(
     if padding_mask is not None:
         x = jnp.where(padding_mask[:, None], jnp.zeros_like(x), x)  # else NaN in the gradients
     if exact:
-        ids, factors = route(
+        ids, factors = physical_routing(
             topk_ids, topk_weights, config=config, padding_mask=padding_mask, eplb=eplb
         )
         unrounded = QuantizedTokens(x.astype(jnp.float32))

@@ -12,20 +12,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, BFloat16, Bool, Float32, Int32
 
 from jax_megamoe import _checks
 from jax_megamoe.config import MoEConfig
-from jax_megamoe.launch import deep_gemm, launcher
+from jax_megamoe.launch import deep_gemm
+from jax_megamoe.mesh import Axis, reshard, vary, varying_axes
 from jax_megamoe.numerics import expert
+from jax_megamoe.numerics.tokens import quantize_tokens
 from jax_megamoe.op import reference, xla
-from jax_megamoe.op.staging import StagedTokens, quantize_tokens, stage
+from jax_megamoe.op.staged_tokens import StagedTokens, stage
 from jax_megamoe.routing.replicas import ReplicaMap
 from jax_megamoe.weights.params import ExpertWeights
-
-Axis = str | tuple[str, ...]
 
 
 class Tokens(NamedTuple):
@@ -85,22 +85,16 @@ def run(tokens: Tokens, parameters: Parameters, *, call: Call) -> Result:
     if place.axis is not None and not place.inside:
         mesh = place.mesh
         assert mesh is not None
-        if any(kind == AxisType.Explicit for kind in mesh.axis_types):
-            specs = jax.tree.map(lambda _: P(place.axis), tokens)
-            specs = specs, parameters.partition_specs(place.axis)
-            tokens, parameters = jax.tree.map(
-                lambda a, spec: jax.reshard(a, NamedSharding(mesh, spec)),
-                (tokens, parameters),
-                specs,
-            )
+        tokens = reshard(tokens, mesh, P(place.axis))
+        parameters = reshard(parameters, mesh, parameters.partition_specs(place.axis))
     return _differentiable(_varying_alike(tokens, parameters), parameters, call)
 
 
 def _varying_alike(tokens: Tokens, parameters: Parameters) -> Tokens:
     """Tokens that vary over every manual axis that any operand does: so does their gradient."""
     arrays = jax.tree.leaves((tokens, parameters))
-    axes: frozenset[str] = frozenset().union(*map(launcher.varying_axes, arrays))
-    return jax.tree.map(lambda array: launcher.vary(array, axes), tokens)
+    axes: frozenset[str] = frozenset().union(*map(varying_axes, arrays))
+    return jax.tree.map(lambda array: vary(array, axes), tokens)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))

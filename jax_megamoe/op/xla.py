@@ -13,13 +13,13 @@ from jax import lax
 from jaxtyping import Array, BFloat16, Float32, Int32, UInt16
 
 from jax_megamoe.config import MoEConfig
-from jax_megamoe.formats import WEIGHT_FORMATS, WeightFormat
+from jax_megamoe.formats import INTERLEAVE_8, WEIGHT_FORMATS, WeightFormat
+from jax_megamoe.mesh import Axis
 from jax_megamoe.numerics import expert
-from jax_megamoe.op.staging import QuantizedTokens, StagedTokens, restore_tokens
+from jax_megamoe.numerics.tokens import QuantizedTokens, restore_tokens
+from jax_megamoe.op.staged_tokens import StagedTokens
 from jax_megamoe.weights.experts import stored_matrix
-from jax_megamoe.weights.params import INTERLEAVE_8, ExpertWeights
-
-Axis = str | tuple[str, ...]
+from jax_megamoe.weights.params import ExpertWeights
 
 _SLACK = 1.25
 """Rows that one exchange carries to a rank, over an even share; the rest go in another round."""

@@ -100,6 +100,10 @@ class Family:
         locality_table: the kernel takes the table of SM locality domains.
         full_pool_from: aligned buffer tokens from which on the ring is the whole pool (sgl).
         max_intermediate: of the layer-2 readiness mask; None: any.
+        intermediate_multiple: values along K that the layer-2 pipeline takes at a time.
+        max_top_k: the combine shifts a 32-bit mask by top_k; 32 where it does not.
+        pulls_whole_rows: with a ring for every row that may arrive, a dispatch warp copies whole
+            rows through its buffer, which holds one pull.
         activation_names: activations the kernel has.
     """
 
@@ -122,6 +126,9 @@ class Family:
     locality_table: bool = True
     full_pool_from: int | None = None
     max_intermediate: int | None = None
+    intermediate_multiple: int = 128
+    max_top_k: int = 31
+    pulls_whole_rows: bool = False
     activation_names: tuple[str, ...]
 
     @property

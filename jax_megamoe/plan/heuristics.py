@@ -18,6 +18,7 @@ TOKEN_ALIGNMENT = 1920
 BLOCK_N = 128
 DISPATCH_THREADS, LOAD_THREADS, EPILOGUE_THREADS = 128, 128, 256
 MAX_RING_TOKENS = 8_388_608
+MAX_PULL_BYTES = 8192
 
 _RING_BLOCKS = (8, 16, 32, 64, 96, 128, 192, 240)
 _LARGE_TILES = (64, 128, 192, 240)
@@ -163,7 +164,7 @@ def tiles_of_height(family: Family, problem: Problem, device: DeviceSpec, height
     """Tiles of a given height, with as many stages as fit shared memory."""
     store_m = _store_rows(family, height)
     scale_m = align(height, 128)
-    pull = _pull_bytes(family, problem)
+    pull = pull_bytes(family, problem)
     # Layer 1 stores two stages of 64 columns, layer 2 one stage of 128 BF16, each per warpgroup.
     output = align(max(256 * store_m[0] * family.operand_bits // 8, 512 * store_m[1]), 1024)
     fixed = align(4 * problem.num_experts, 1024) + align(4 * pull, 1024) + output
@@ -188,8 +189,9 @@ def _store_rows(family: Family, height: int) -> tuple[int, int]:
     return rows, rows
 
 
-def _pull_bytes(family: Family, problem: Problem) -> int:
-    limit = 4096 if family.activations.bits == 16 else 8192
+def pull_bytes(family: Family, problem: Problem) -> int:
+    """Bytes of one copy of a remote token: a row, or an equal part of it."""
+    limit = MAX_PULL_BYTES // 2 if family.activations.bits == 16 else MAX_PULL_BYTES
     pull = problem.hidden_size * family.activations.bits // 8
     while pull > limit:
         pull //= 2

@@ -13,12 +13,19 @@ from jax_megamoe.plan import heuristics, sm90_heuristics
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.family import MASKED_INTERMEDIATE, Family
 from jax_megamoe.plan.problem import Problem
+from jax_megamoe.plan.symmetric_buffer import sm100_layout
 
-MAX_EXPERTS, MAX_LOCAL_EXPERTS, MAX_TOP_K = 2048, 512, 32
+MAX_EXPERTS, MAX_LOCAL_EXPERTS, MAX_SLOTS = 2048, 512, 32
 MAX_RANKS, MAX_SM90_RANKS = 72, 32
 MAX_STAGED_HIDDEN = 8192
 """The staging kernels run one block of hidden_size / 8 threads per token."""
 
+MAX_SHARED_BLOCKS = 1 << 15
+"""Counters of shared tiles in the signals, one per 8 tokens; checked without shared experts too."""
+
+_MIN_TILE = 8
+_MAX_SCALE_BYTES = 1 << 32
+_TILE_TAG_BITS = 29
 _COMBINE_BUFFERS = 24
 _ONE_CHUNK_HIDDEN = 4096
 _CHUNK_MULTIPLE = 512
@@ -31,7 +38,7 @@ def sm100_violations(family: Family, problem: Problem, device: DeviceSpec) -> It
         yield NotImplementedError(
             message("device", f"compute capability 10.x for {family.stem}", device.arch / 10)
         )
-    yield from _experts(problem, MAX_RANKS)
+    yield from _experts(problem, MAX_RANKS, family.max_top_k)
     yield from _at_most("num_experts", problem.num_experts, MAX_EXPERTS)
     yield from _at_most("num_experts per rank", problem.local_experts, MAX_LOCAL_EXPERTS)
     yield from _features(family, problem)
@@ -42,8 +49,31 @@ def sm100_violations(family: Family, problem: Problem, device: DeviceSpec) -> It
         limit = f"a ring of at most {heuristics.MAX_RING_TOKENS} received tokens"
         hint = f"max_num_tokens {problem.max_num_tokens} on {problem.num_ranks} ranks is too many"
         yield ValueError(message("max_num_tokens", limit, ring, hint))
+    yield from _sm100_addresses(family, problem, device)
     height = heuristics.block_m(family, problem, device)
     yield from sm100_tile_violations(family, problem, device, height)
+
+
+def _sm100_addresses(family: Family, problem: Problem, device: DeviceSpec) -> Iterator[Exception]:
+    """Counters, 32-bit addresses and buffers of one row that many or wide tokens exceed."""
+    tokens = heuristics.aligned_tokens(problem)
+    yield from _at_most("max_num_tokens, rounded up", tokens, MAX_SHARED_BLOCKS * _MIN_TILE)
+    layout = sm100_layout(family, problem, device.num_sms)
+    for name in ("l2_acts_sf", "shared_l2_acts_sf"):
+        if name in layout and layout[name].num_bytes > _MAX_SCALE_BYTES:
+            limit = f"scales of second inputs ({name}) in at most {_MAX_SCALE_BYTES} bytes"
+            hint = "the kernel's addresses of them have 32 bits"
+            yield ValueError(message("max_num_tokens", limit, layout[name].num_bytes, hint))
+    if (
+        family.pulls_whole_rows
+        and not problem.num_shared_experts
+        and problem.intermediate_size <= MASKED_INTERMEDIATE
+        and layout["l1_acts"].shape[0] >= heuristics.full_pool_tokens(problem)
+        and heuristics.pull_bytes(family, problem) < layout["x"].shape[1]
+    ):
+        limit = f"at most {heuristics.MAX_PULL_BYTES} in a ring for every row that may arrive"
+        hint = f"{family.source}'s kernel copies whole rows into buffers of half a row"
+        yield ValueError(message("hidden_size", limit, problem.hidden_size, hint))
 
 
 def sm100_tile_violations(
@@ -66,7 +96,7 @@ def sm90_violations(problem: Problem, device: DeviceSpec) -> Iterator[Exception]
         yield NotImplementedError(
             message("device", "compute capability 9.0 for fp8_block", device.arch / 10)
         )
-    yield from _experts(problem, MAX_SM90_RANKS)
+    yield from _experts(problem, MAX_SM90_RANKS, MAX_SLOTS)
     if problem.activation != "swiglu":
         yield NotImplementedError(message("activation", "swiglu on SM90", problem.activation))
     yield from _clamp(problem)
@@ -84,14 +114,26 @@ def sm90_violations(problem: Problem, device: DeviceSpec) -> Iterator[Exception]
         yield ValueError(
             message("num_tokens_bound", f"0 or {problem.num_tokens} to {tokens}", bound)
         )
+    yield from _multiple("num_sms", device.num_sms, 2)
     schedule = sm90_heuristics.schedule(problem, device)
     if schedule.stages < 2:
         yield _too_little_memory(device, schedule.stages)
+    yield from _sm90_tile_tags(problem, schedule.block_m)
 
     def room(resized: Problem) -> int:
         return sm90_heuristics.schedule(resized, device).combine_bytes
 
     yield from _combine(problem, room, (1, 2, 4))
+
+
+def _sm90_tile_tags(problem: Problem, height: int) -> Iterator[Exception]:
+    """A tile's expert, row of tiles and column of tiles share a word of the schedule's table."""
+    columns = max(2 * problem.intermediate_size, problem.hidden_size) // sm90_heuristics.BLOCK_N
+    parts = (problem.local_experts, sm90_heuristics.pool_tokens(problem) // height, columns)
+    bits = sum(part.bit_length() for part in parts)
+    if bits > _TILE_TAG_BITS:
+        limit = f"experts, tiles of received tokens and columns in {_TILE_TAG_BITS} bits"
+        yield ValueError(message("max_num_tokens", limit, f"{bits} bits", "use fewer tokens"))
 
 
 def staging_violations(problem: Problem) -> Iterator[Exception]:
@@ -114,15 +156,15 @@ def _too_little_memory(device: DeviceSpec, stages: int) -> Exception:
     return ValueError(message("max_num_tokens", expected, f"{stages}", "use fewer tokens"))
 
 
-def _experts(problem: Problem, max_ranks: int) -> Iterator[Exception]:
+def _experts(problem: Problem, max_ranks: int, max_top_k: int) -> Iterator[Exception]:
     """Experts, ranks and top-k; after these, local_experts is meaningful."""
     yield from _at_most("num_ranks", problem.num_ranks, max_ranks)
     if problem.num_experts % problem.num_ranks:
         expected = f"a multiple of the {problem.num_ranks} expert-parallel ranks"
         yield ValueError(message("num_experts", expected, problem.num_experts))
-    slots = problem.top_k + (problem.num_shared_experts > 0)
-    what = "top_k with the shared expert's slot" if problem.num_shared_experts else "top_k"
-    yield from _at_most(what, slots, MAX_TOP_K)
+    if problem.num_shared_experts:
+        yield from _at_most("top_k with the shared expert's slot", problem.top_k + 1, MAX_SLOTS)
+    yield from _at_most("top_k", problem.top_k, max_top_k)
     if not 1 <= problem.top_k <= problem.num_experts:
         yield ValueError(
             message("top_k", f"1 to num_experts = {problem.num_experts}", problem.top_k)
@@ -168,10 +210,17 @@ def _features(family: Family, problem: Problem) -> Iterator[Exception]:
 
 def _sm100_sizes(family: Family, problem: Problem, device: DeviceSpec) -> Iterator[Exception]:
     yield from _multiple("hidden_size", problem.hidden_size, 256)
-    yield from _multiple("intermediate_size", problem.intermediate_size, max(128, family.block_k))
+    multiple = family.intermediate_multiple
+    yield from _multiple("intermediate_size", problem.intermediate_size, multiple)
     if family.max_intermediate is not None:
         yield from _at_most("intermediate_size", problem.intermediate_size, family.max_intermediate)
-    yield from _multiple("num_sms", device.num_sms, 4 if family.locality_table else 2)
+    yield from _multiple("num_sms", device.all_sms, 4 if family.locality_table else 2)
+    yield from _multiple("num_sms without the reserved ones", device.num_sms, 2)
+    if family.locality_table and device.num_sms <= device.all_sms // 2:
+        # A kernel gives each of two memory domains its own queue and, for few tasks, no others'.
+        limit = f"fewer than half of the device's {device.all_sms} SMs"
+        hint = "the kernel needs SMs of both memory domains"
+        yield ValueError(message("reserved_sms", limit, device.reserved_sms, hint))
 
 
 def _tokens(problem: Problem, aligned: int) -> Iterator[Exception]:

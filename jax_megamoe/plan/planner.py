@@ -285,7 +285,7 @@ def _plan(
         layout,
         problem.num_ranks,
         height,
-        constants=((LOCALITY_TABLE, locality_table(device.num_sms)),) if table else (),
+        constants=((LOCALITY_TABLE, locality_table(device.all_sms)),) if table else (),
         unstaged=staging.input_regions(problem, layout) if staging_by == "none" else (),
         scratch=staging.scratch(problem, mega) if staging_by == "jax_megamoe" else (),
     )

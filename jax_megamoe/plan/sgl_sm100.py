@@ -56,6 +56,7 @@ FP8 = Family(
     norm_sums=True,
     tail="scales",
     full_pool_from=6144,
+    pulls_whole_rows=True,
     activation_names=("swiglu", "swigluoai", "situ"),
 )
 MXF4 = replace(
@@ -65,6 +66,8 @@ MXF4 = replace(
     shared={"mxfp4": _PACKED_WEIGHTS},
     block_k=256,
     operand_bits=4,
+    intermediate_multiple=256,
+    pulls_whole_rows=False,
     activation_names=("swiglu", "swigluoai"),
 )
 NVFP4 = replace(
@@ -84,6 +87,7 @@ BF16 = replace(
     block_k=64,
     operand_bits=16,
     reduces_amax=False,
+    pulls_whole_rows=False,
     activation_names=("swiglu",),
 )
 

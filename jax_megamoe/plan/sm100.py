@@ -28,7 +28,11 @@ LOCALITY_TABLE = "sm_locality_domains"
 
 
 def locality_table(num_sms: int) -> bytes:
-    """Memory domain of every SM, alternating by pairs: what DeepGEMM assumes without its probe."""
+    """Memory domain of every SM, alternating by pairs: what DeepGEMM assumes without its probe.
+
+    Kernels read it at the number of the SM they run on (%smid), so it needs an entry for each SM of
+    the device, whatever number of them a launch uses.
+    """
     return bytes(sm // 2 % 2 for sm in range(num_sms))
 
 

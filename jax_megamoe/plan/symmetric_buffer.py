@@ -1,5 +1,6 @@
 """Layouts of the symmetric buffer: where each region of it starts."""
 
+import hashlib
 from dataclasses import dataclass
 from math import prod
 
@@ -72,6 +73,18 @@ class BufferLayout:
 
     def __contains__(self, name: object) -> bool:
         return any(name == known for known, _ in self.regions)
+
+    def fingerprint(self, source: str) -> str:
+        """Names the layout: equal only for kernels of one source with every region in one place.
+
+        Calls that share a buffer must agree on all of it: counters have to stay zero, and what is a
+        counter of one layout may be a token of another of as many bytes.
+
+        Args:
+            source: where the kernel comes from, whose counters have a meaning of their own.
+        """
+        whole = repr((source, self.num_bytes, self.max_num_tokens, self.regions))
+        return hashlib.sha256(whole.encode()).hexdigest()[:32]
 
 
 class RegionStack:

@@ -72,6 +72,8 @@ NVFP4 = Family(
     tail="scales",
     locality_table=False,
     max_intermediate=MASKED_INTERMEDIATE,
+    intermediate_multiple=256,  # two K blocks a stage
+    max_top_k=32,
     activation_names=("swiglu", "swiglustep"),
 )
 FP4_FP4 = Family(
@@ -87,6 +89,8 @@ FP4_FP4 = Family(
     operand_bits=4,
     tail="norms",
     max_intermediate=MASKED_INTERMEDIATE,
+    intermediate_multiple=256,
+    max_top_k=32,
     activation_names=("swiglu",),
 )
 

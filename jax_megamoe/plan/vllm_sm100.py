@@ -30,6 +30,7 @@ def _vllm(family: Family, tail: Literal["norms", "nothing"]) -> Family:
         norm_sums=False,
         tail=tail,
         full_pool_from=None,
+        pulls_whole_rows=False,
         max_intermediate=MASKED_INTERMEDIATE,
         activation_names=("swiglu", "swiglustep"),
     )

@@ -1,26 +1,18 @@
-"""Expert replicas: which physical slots hold a logical expert, and which of them a token uses.
-
-Rebalancing (EPLB, expert-parallel load balancing), outside the layer's jit: `record_loads` adds up
-what `mega_moe(..., return_stats=True)` counts, `solve_placement` says which expert goes into which
-slot, `rebalance` moves the experts there and makes the map to go on with.
-"""
+"""Expert replicas: which physical slots hold a logical expert, and which of them a token uses."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Bool, Int32
 
 from jax_megamoe import _checks
 from jax_megamoe.config import MoEConfig
-from jax_megamoe.weights.move import move_experts
-from jax_megamoe.weights.params import ExpertWeights
 
 _HASH = np.uint32(2654435769)
+
 """2^32 / golden ratio, odd: spreads neighbouring tokens over the replicas (Knuth, TAOCP vol. 3)."""
 
 
@@ -49,7 +41,7 @@ def replica_map(physical_to_logical: np.ndarray, num_logical: int) -> ReplicaMap
         ValueError: an id out of range, or a logical expert in no slot.
         TypeError: ids that are not integers.
     """
-    held = _checked_placement("physical_to_logical", physical_to_logical, num_logical)
+    held = checked_placement("physical_to_logical", physical_to_logical, num_logical)
     counts = np.bincount(held, minlength=num_logical)
     # Wide enough for one expert to get every spare slot, so that a rebalance keeps the shapes.
     width = held.size - num_logical + 1
@@ -59,7 +51,8 @@ def replica_map(physical_to_logical: np.ndarray, num_logical: int) -> ReplicaMap
     return ReplicaMap(jnp.asarray(slots), jnp.asarray(counts.astype(np.int32)))
 
 
-def _checked_placement(name: str, placement: np.ndarray, num_logical: int) -> np.ndarray:
+def checked_placement(name: str, placement: np.ndarray, num_logical: int) -> np.ndarray:
+    """int [num_experts] logical ids, each of them in some slot. Raises as `replica_map` does."""
     held = np.asarray(placement)
     if held.ndim != 1 or held.size == 0 or held.min() < 0 or held.max() >= num_logical:
         expected = f"ids in [0, {num_logical}) of shape [num_experts]"
@@ -150,164 +143,25 @@ def to_physical(
     return jnp.where(routed & (physical >= 0) & (physical < num_experts), physical, -1)
 
 
-def record_loads(
-    loads: Float32[Array, " logical"],
-    counts: Int32[Array, " experts"],
-    replicas: ReplicaMap,
+def logical_ids(
+    topk_ids: Int32[Array, "tokens top_k"],
     *,
-    decay: float = 1.0,
-) -> Float32[Array, " logical"]:
-    """Loads of the logical experts with one more call's counts; jit-able, outside `shard_map`.
-
-    Args:
-        loads: float32 [num_logical], zeros to begin with: tokens so far.
-        counts: int32 [num_experts], what `mega_moe(..., return_stats=True)` counted.
-        replicas: the map that the call used.
-        decay: factor of what was there before. Below 1, old calls fade, and the sum stays where
-            float32 counts exactly; with 1 it does so up to 2^24 tokens of an expert.
-
-    Returns:
-        ``loads * decay`` plus the tokens of all replicas of each expert.
-    """
-    counts = replicated(counts)
-    slots = replicas.logical_to_physical
-    used = jnp.arange(slots.shape[1])[None] < replicas.num_replicas[:, None]
-    used &= (slots >= 0) & (slots < counts.shape[0])
-    of_slots = jnp.where(used, counts[jnp.where(used, slots, 0)], 0)
-    return loads * jnp.float32(decay) + of_slots.sum(axis=1).astype(jnp.float32)
-
-
-def replicated(tree: Any) -> Any:
-    """A tree of arrays with those over Explicit mesh axes gathered, so that any index reaches."""
-
-    def gather(array: Any) -> Any:
-        mesh = jax.typeof(array).sharding.mesh
-        if AxisType.Explicit not in mesh.axis_types:
-            return array
-        return jax.reshard(array, NamedSharding(mesh, PartitionSpec()))
-
-    return jax.tree.map(gather, tree)
-
-
-def rank_loads(loads: np.ndarray, placement: np.ndarray, num_ranks: int) -> np.ndarray:
-    """The load of each rank, float64 [num_ranks], were an expert's tokens split evenly over its
-    replicas.
-
-    Args:
-        loads: [num_logical], tokens of each logical expert.
-        placement: int [num_experts], the logical expert in each physical slot.
-        num_ranks: expert-parallel ranks, of equally many slots.
-
-    Raises:
-        ValueError: an expert without a slot, an id out of range, slots that do not divide.
-    """
-    load = _checked_loads(loads)
-    held = _checked_placement("placement", placement, load.size)
-    _checks.multiple("placement slots", held.size, num_ranks)
-    share = load / np.bincount(held)
-    return share[held].reshape(num_ranks, -1).sum(axis=1)
-
-
-def imbalance(loads: np.ndarray) -> float:
-    """Largest over mean load of the ranks: 1.0 where all are alike, or none has any."""
-    values = np.asarray(loads, np.float64)
-    return float(values.max() / values.mean()) if values.any() else 1.0
-
-
-def solve_placement(loads: np.ndarray, num_physical: int, num_ranks: int) -> np.ndarray:
-    """Which logical expert each physical slot should hold for ranks of even load.
-
-    Spare slots go one at a time to the expert with the most load a replica, up to one a rank. The
-    replicas then go, heaviest first, to the rank with the least load that has a slot left, if there
-    is one without that expert. Deterministic: ties go to the lowest number.
-
-    Args:
-        loads: [num_logical], tokens of each logical expert; any unit.
-        num_physical: slots over all ranks.
-        num_ranks: expert-parallel ranks; rank r has slots r * (num_physical / num_ranks) and on.
-
-    Returns:
-        int32 [num_physical], ids in rising order on each rank.
-
-    Raises:
-        ValueError: a load that is negative or not finite, fewer slots than experts, slots that do
-            not divide by the ranks.
-    """
-    load = _checked_loads(loads)
-    num_ranks = _checks.integer("num_ranks", num_ranks, minimum=1)
-    num_physical = _checks.integer("num_physical", num_physical, minimum=load.size)
-    _checks.multiple("num_physical", num_physical, num_ranks, "every rank has equally many slots")
-    counts = _replica_counts(load, num_physical, num_ranks)
-    share = load / counts
-    capacity = num_physical // num_ranks
-    held: list[list[int]] = [[] for _ in range(num_ranks)]
-    totals = np.zeros(num_ranks)
-    for expert in np.argsort(-share, kind="stable").tolist():
-        for _ in range(counts[expert]):
-            free = [rank for rank in range(num_ranks) if len(held[rank]) < capacity]
-            rank = min(free, key=lambda r: (expert in held[r], totals[r], len(held[r])))
-            held[rank].append(expert)
-            totals[rank] += share[expert]
-    return np.asarray([sorted(experts) for experts in held], np.int32).reshape(-1)
-
-
-def _checked_loads(loads: np.ndarray) -> np.ndarray:
-    load = np.asarray(loads, np.float64)
-    if load.ndim != 1 or load.size == 0 or not np.isfinite(load).all() or load.min() < 0:
-        expected = "finite numbers >= 0 of shape [num_logical_experts]"
-        raise ValueError(_checks.message("loads", expected, load))
-    return load
-
-
-def _replica_counts(load: np.ndarray, num_physical: int, num_ranks: int) -> np.ndarray:
-    """Slots of each expert."""
-    counts = np.ones(load.size, np.int64)
-    for _ in range(num_physical - load.size):
-        # A second replica on a rank takes no load off it: only when nothing else is left.
-        order = np.lexsort((counts, -load / counts, counts // num_ranks))
-        counts[order[0]] += 1
-    return counts
-
-
-def rebalance(
     config: MoEConfig,
-    weights: ExpertWeights,
-    old_placement: np.ndarray,
-    new_placement: np.ndarray,
-    *,
-    mesh: Mesh | None = None,
-    axis: str | tuple[str, ...] | None = None,
-) -> tuple[ExpertWeights, ReplicaMap]:
-    """Moves whole experts to other slots: every routed parameter, its scales and biases with it.
+    padding_mask: Bool[Array, " tokens"] | None = None,
+) -> Int32[Array, "tokens top_k"]:
+    """The ids with padding and what is out of range set to -1."""
+    known = (topk_ids >= 0) & (topk_ids < config.logical_experts)
+    if padding_mask is not None:
+        known &= ~padding_mask[:, None]
+    return jnp.where(known, topk_ids, -1)
 
-    The layer is not recompiled: shapes and shardings stay as they are. `weights` are given up
-    (donated), one field after another. A device holds its parameters, once more its part of the
-    largest one (w13_weight), and two experts of that; never those of all ranks. Nothing is sent for
-    an expert that stays on its rank. All processes make the call, with the same placements.
 
-    Args:
-        config: the layer.
-        weights: its parameters; used up.
-        old_placement: int [num_experts], the logical expert that each slot holds.
-        new_placement: int [num_experts], which one it is to hold.
-        mesh: the mesh that the experts are sharded over; None: they are on one device.
-        axis: its expert-parallel axis, or axes.
-
-    Returns:
-        The parameters, and the map to call the layer with.
-
-    Raises:
-        ValueError: a placement of another size, with an id out of range or an expert in no slot;
-            parameters that are not the config's or not on one device without a mesh; a mesh without
-            the axis. `weights` are then left as they were.
-        TypeError: ids that are not integers.
-    """
-    placements = dict(old_placement=old_placement, new_placement=new_placement)
-    old, new = (
-        _checked_placement(name, placement, config.logical_experts)
-        for name, placement in placements.items()
-    )
-    for name, held in (("old_placement", old), ("new_placement", new)):
-        _checks.shape(name, held, (config.num_experts,))
-    moved = move_experts(config, weights, old, new, mesh=mesh, axis=axis)
-    return moved, replica_map(new, config.logical_experts)
+def physical_ids(
+    ids: Int32[Array, "tokens top_k"], *, config: MoEConfig, eplb: ReplicaMap | None = None
+) -> Int32[Array, "tokens top_k"]:
+    """Physical slots of one rank's `logical_ids`; eplb None: the config's initial map."""
+    if eplb is not None:
+        return to_physical(ids, eplb, config.num_experts)
+    if config.logical_experts != config.num_experts:
+        return to_physical(ids, initial_map(config), config.num_experts)
+    return ids

@@ -10,15 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import io_callback
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int32
 
 from jax_megamoe import _checks
 from jax_megamoe.config import MoEConfig
+from jax_megamoe.mesh import gathered, has_explicit_axes
 from jax_megamoe.numerics.expert import count_tokens
-from jax_megamoe.op.staging import logical_ids, physical_ids
-from jax_megamoe.routing.replicas import ReplicaMap, check_map, imbalance, replicated
+from jax_megamoe.routing.rebalance import imbalance
+from jax_megamoe.routing.replicas import ReplicaMap, check_map, logical_ids, physical_ids
 
 RoutingCallback = Callable[[str, np.ndarray, np.ndarray | None], None]
 """Called with a layer's name, int32 topk_ids [T, K] and bool padding_mask [T] or None."""
@@ -85,7 +86,7 @@ def moe_stats(
         check_map(config, eplb)
     config.experts_per_rank(num_ranks)
     _checks.multiple("topk_ids rows", num_tokens, num_ranks)
-    topk_ids, padding_mask = replicated((topk_ids, padding_mask))
+    topk_ids, padding_mask = gathered((topk_ids, padding_mask))
     ids = logical_ids(topk_ids, config=config, padding_mask=padding_mask)
     by_rank = ids.reshape(num_ranks, num_tokens // num_ranks, config.top_k)
     slots = jax.vmap(lambda ids: physical_ids(ids, config=config, eplb=eplb))(by_rank)
@@ -153,8 +154,8 @@ def capture(
     def deliver(ids: Any, mask: Any) -> None:
         callback(name, np.asarray(ids), None if mask is None else np.asarray(mask))
 
-    arrays = replicated((topk_ids, padding_mask))
-    if mesh is not None and AxisType.Explicit not in mesh.axis_types:
+    arrays = gathered((topk_ids, padding_mask))
+    if mesh is not None and not has_explicit_axes(mesh):
         everywhere = NamedSharding(mesh, P())
         arrays = jax.tree.map(lambda a: lax.with_sharding_constraint(a, everywhere), arrays)
     io_callback(deliver, None, *arrays)

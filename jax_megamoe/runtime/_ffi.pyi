@@ -23,7 +23,7 @@ class Program:
     """
 
     def __init__(self, attributes: Mapping[str, bool | int | float | str | Sequence[int]]) -> None:
-        """Decodes attributes as `jax_megamoe.launch.launcher.encode` makes them, arrays turned into lists.
+        """Decodes attributes of `jax_megamoe.launch.launcher.encode`, arrays turned into lists.
 
         Raises:
             ValueError: an attribute is missing or wrong.

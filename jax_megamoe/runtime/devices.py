@@ -39,4 +39,5 @@ def device_spec(device: jax.Device, reserved_sms: int = 0) -> DeviceSpec:
         raise ValueError(
             _checks.message("reserved_sms", f"fewer than the device's {num_sms} SMs", reserved_sms)
         )
-    return DeviceSpec(round(10 * float(capability)), num_sms - reserved_sms)
+    arch = round(10 * float(capability))
+    return DeviceSpec(arch, num_sms - reserved_sms, reserved_sms=reserved_sms)

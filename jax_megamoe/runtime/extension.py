@@ -47,7 +47,7 @@ def module() -> ModuleType:
         ImportError: this copy of the package was not built, or was built for another Python.
     """
     try:
-        from jax_megamoe import _ffi  # noqa: PLC0415 (may be missing from a source tree)
+        from jax_megamoe.runtime import _ffi  # noqa: PLC0415 (may be missing from a source tree)
     except ImportError as error:
         hint = "build it with `pip install .` in the repository, which needs a C++20 compiler (g++)"
         raise ImportError(

@@ -19,13 +19,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_megamoe import _checks
+from jax_megamoe.mesh import Axis, axis_names
 from jax_megamoe.runtime import extension
 from jax_megamoe.symmetric_memory.cuda import CudaDriver, Driver
 from jax_megamoe.symmetric_memory.peer import Groups, PeerMemory, Registration
 from jax_megamoe.symmetric_memory.processes import Team
 
 
-def groups_of(mesh: Mesh, axis: str | tuple[str, ...]) -> list[list[jax.Device]]:
+def groups_of(mesh: Mesh, axis: Axis) -> list[list[jax.Device]]:
     """The devices of each expert-parallel group of a mesh, in rank order.
 
     Args:
@@ -35,7 +36,7 @@ def groups_of(mesh: Mesh, axis: str | tuple[str, ...]) -> list[list[jax.Device]]
     Returns:
         One group for each index of the other axes.
     """
-    names = (axis,) if isinstance(axis, str) else tuple(axis)
+    names = axis_names(axis)
     places = [mesh.axis_names.index(name) for name in names]
     last = np.moveaxis(mesh.devices, places, range(-len(places), 0))
     size = int(np.prod([mesh.shape[name] for name in names]))

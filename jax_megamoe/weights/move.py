@@ -18,6 +18,7 @@ from jaxtyping import Array, Int32, Shaped
 
 from jax_megamoe import _checks
 from jax_megamoe.config import MoEConfig
+from jax_megamoe.mesh import axis_names
 from jax_megamoe.weights.checkpoint.buffers import place
 from jax_megamoe.weights.params import ExpertWeights, check_weights
 
@@ -105,7 +106,7 @@ def move_experts(
     if routed is None and devices > 1:
         expected = f"those of the weights, which are on {devices} devices"
         raise ValueError(_checks.message("mesh and axis", expected, None))
-    names = () if axis is None else (axis,) if isinstance(axis, str) else axis
+    names = axis_names(axis)
     sizes = [mesh.shape[name] for name in names] if mesh is not None else []
     moves = plan_moves(old, new, math.prod(sizes))
     moved: dict[str, Array] = {}

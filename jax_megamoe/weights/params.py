@@ -10,12 +10,7 @@ from jax.sharding import PartitionSpec
 
 from jax_megamoe import _checks
 from jax_megamoe.config import SGL_SWIGLU, MoEConfig
-from jax_megamoe.formats import WEIGHT_FORMATS, WeightSpec
-
-INTERLEAVE_8 = "interleave8"
-"""Gate and up rows alternate by 8: every kernel but sgl's NVFP4."""
-SGL_FP4 = "sgl_fp4"
-"""Row order of sgl's NVFP4 kernel (deepgemm-abi section 10)."""
+from jax_megamoe.formats import INTERLEAVE_8, SGL_FP4, WEIGHT_FORMATS, WeightSpec
 
 NVFP4_LAYOUTS = MappingProxyType({"sgl": SGL_FP4, "vllm": INTERLEAVE_8})
 """The row order that a kernel source's NVFP4 kernel reads."""

@@ -20,7 +20,7 @@ from checks import Checks, distance
 import jax_megamoe as mm
 from jax_megamoe.numerics import quantization
 from jax_megamoe.numerics.elements import divide
-from jax_megamoe.op.staging import stage
+from jax_megamoe.op.staged_tokens import stage
 
 SCRIPT = "check_quantization"
 ROWS, WIDTH = 512, 2048

@@ -165,6 +165,20 @@ def test_configs_of_one_size_share_a_buffer(emulation: Emulation) -> None:
     assert len(emulation.memory.allocated) == 2
 
 
+def test_layouts_of_one_size_have_their_own_buffers(emulation: Emulation) -> None:
+    """One has its counters where the other has tokens."""
+    emulation.device = emulated_devices.H200
+    sizes = dict(num_experts=16, hidden_size=2048)
+    first = config("fp8_block", top_k=2, intermediate_size=512, max_num_tokens=1024, **sizes)
+    other = config("fp8_block", top_k=4, intermediate_size=768, max_num_tokens=512, **sizes)
+    num_bytes = []
+    for cfg in (first, other, first):
+        mm.allocate_buffers(cfg)
+        num_bytes.append(emulation.memory.num_bytes)
+    assert num_bytes == [21_860_352] * 3
+    assert len(emulation.memory.allocated) == 2
+
+
 def test_reserved_multiprocessors_are_left_out(emulation: Emulation) -> None:
     call(config(reserved_sms=8), mesh=cases.ep_mesh(2), axis="ep")
     assert {each["grid"][0] for each in emulation.launches(MEGA).values()} == {140}

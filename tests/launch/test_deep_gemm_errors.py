@@ -181,7 +181,7 @@ def test_experts_that_do_not_divide(emulation: Emulation) -> None:
     ("cfg", "num_ranks", "text"),
     [
         (config(num_experts=146), 73, "num_ranks: expected at most 72, got 73"),
-        (config(num_experts=64, top_k=33), 8, "top_k: expected at most 32, got 33"),
+        (config(num_experts=64, top_k=33), 8, "top_k: expected at most 31, got 33"),
         (
             config(num_experts=64, top_k=32, num_shared_experts=1),
             8,
@@ -190,7 +190,8 @@ def test_experts_that_do_not_divide(emulation: Emulation) -> None:
         (config(num_experts=4096), 8, "num_experts: expected at most 2048, got 4096"),
         (config(num_experts=1024), 1, "num_experts per rank: expected at most 512, got 1024"),
         (config(hidden_size=4352), 1, "hidden_size: expected a multiple of 512, got 4352"),
-        (config(hidden_size=16384), 1, "hidden_size: expected at most 9216, got 16384"),
+        (config(hidden_size=16384), 1, "hidden_size: expected at most 8192 in a ring for every"),
+        (config("bf16", hidden_size=16384), 1, "hidden_size: expected at most 9216, got 16384"),
         (
             config(max_num_tokens=1 << 20, num_experts=72),
             72,

@@ -10,7 +10,7 @@ import pytest
 import jax_megamoe as mm
 from jax_megamoe.numerics import expert, quantization
 from jax_megamoe.numerics.elements import corrected_quotient, divide, from_e4m3
-from jax_megamoe.op import staging
+from jax_megamoe.numerics.tokens import quantize_tokens
 
 COUNT = 1 << 14
 
@@ -89,7 +89,7 @@ def test_no_cast_is_undone_by_a_cast(form: str) -> None:
     scale = jnp.float32(0.5) if form == "nvfp4" else None
 
     def programs(x: jax.Array) -> list[jax.Array]:
-        tokens = staging.quantize_tokens(x, activation_format).decoded()
+        tokens = quantize_tokens(x, activation_format).decoded()
         act = x.astype(jnp.float32)
         second = expert.requantize(act, mm.WEIGHT_FORMATS[form], scale)
         return [tokens, second]

@@ -63,12 +63,16 @@ REJECTIONS = {
 
 LEFT_OUT = {"launches_sgl_fp4_mega_moe.jsonl.gz": 12}  # the TensorRT weight layout
 
+TOO_MANY_SCALES = {"sgl_fp4_mega_moe-s43"}
+"""Records whose kernel would address scales of second inputs past its 32 bits."""
+
 # Accepted by DeepGEMM's host, refused here, because the kernel cannot be compiled or work.
 REFUSED = {
-    "launches_sgl_errors.jsonl.gz": 22,
-    "launches_sgl_fp4_mega_moe.jsonl.gz": 15,
+    "launches_sgl_errors.jsonl.gz": 26,
+    "launches_sgl_fp4_mega_moe.jsonl.gz": 16,
     "launches_sgl_pre_dispatch.jsonl.gz": 4,
-    "launches_vllm_errors.jsonl.gz": 25,
+    "launches_vllm_errors.jsonl.gz": 29,
+    "launches_vllm_nvfp4_mega_moe.jsonl.gz": 23,
 }
 
 
@@ -76,10 +80,12 @@ def refusal(inputs: Record) -> str:
     """The text we refuse inputs with that DeepGEMM's host takes: its kernel cannot run them."""
     sm90 = "sm90" in inputs["kernel"]
     shared = inputs["num_shared_experts"]
-    packed = inputs["mma_type"] in ("nvfp4xnvfp4", "mxf4xmxf4")
+    paired = inputs["kernel"] in ("nvfp4_mega_moe", "fp4_fp4_mega_moe")
+    packed = paired or inputs["mma_type"] in ("nvfp4xnvfp4", "mxf4xmxf4")
+    shifts = not (paired or sm90)
     vllm = inputs["provider"] == "vllm"
     rules = (
-        (inputs["top_k"] + (shared > 0) > 32, "at most 32, got 33"),
+        (inputs["top_k"] + (shared > 0) > 32, "at most 3[12], got 33"),
         (not 1 <= inputs["top_k"] <= inputs["num_experts"], "top_k: expected 1 to num_experts"),
         (sm90 and shared, "num_shared_experts: expected 0 on SM90, got 1"),
         (shared and inputs["shared_dtype"] is None, "shared weights: expected weights of the 1"),
@@ -88,7 +94,9 @@ def refusal(inputs: Record) -> str:
             vllm and inputs["intermediate"] > 4096,
             "intermediate_size: expected at most 4096, got 16384",
         ),
-        (inputs["num_sms"] % 2 and not sm90, "num_sms: expected a multiple of 2, got 147"),
+        (inputs["num_sms"] % 2, "num_sms: expected a multiple of 2, got 1(47|31)"),
+        (shifts and inputs["top_k"] == 32, "top_k: expected at most 31, got 32"),
+        (inputs.get("id") in TOO_MANY_SCALES, r"scales of second inputs \(l2_acts_sf\) in at most"),
         (inputs["hidden"] > 15360, r"hidden_size: expected at most (9216|15360), got 32768"),
     )
     return next((text for broken, text in rules if broken), "")

@@ -100,6 +100,16 @@ def test_the_locality_table_is_a_constant_of_the_plan():
     assert plan_mega_moe(config(weight_format="nvfp4"), B200, 64, 8, "vllm").constants == ()
 
 
+@pytest.mark.parametrize("source", ["sgl", "vllm"])
+@pytest.mark.parametrize("reserved", [2, 4, 72])
+def test_the_locality_table_has_an_entry_for_every_sm_of_the_device(source, reserved):
+    """Kernels read it at the number of the SM they run on, and that may be the last one."""
+    device = DeviceSpec(100, 148 - reserved, reserved_sms=reserved)
+    plan = plan_mega_moe(config(), device, 64, 8, source)
+    assert dict(plan.constants) == {"sm_locality_domains": bytes([0, 0, 1, 1] * 37)}
+    assert launches(plan)[-1].config.grid == (148 - reserved, 1, 1)
+
+
 def test_vllm_plans_clear_ready_words_where_there_are_peers():
     fill = Fill(Operand("symmetric_buffer", 128), 576)
     assert plan_mega_moe(config(), B200, 64, 8, "vllm").steps[0] == fill
@@ -160,7 +170,6 @@ SOURCES = [
     ({"activation": "situ"}, "sgl"),
     ({"activation": Activation("situ", alpha=2.0)}, "vllm"),
     ({"weight_format": "nvfp4", "num_shared_experts": 1}, "vllm"),
-    ({"weight_format": "nvfp4", "intermediate_size": 2944}, "vllm"),
     ({"intermediate_size": 8192}, "sgl"),
     ({"hidden_size": 8704}, "sgl"),
     ({"kernel_source": "vllm"}, "vllm"),
@@ -172,6 +181,27 @@ def test_the_first_source_that_can(fields, source):
     assert check_sizes(config(**fields), B200, 8) == source
     plan = plan_mega_moe(config(**fields), B200, 64, 8)
     assert launches(plan)[-1].kernel.source == source
+
+
+WIDE_POOL = {"hidden_size": 8704, "max_num_tokens": 6144, "num_experts": 16}
+MANY_SCALES = {"weight_format": "nvfp4", "intermediate_size": 4096, "max_num_tokens": 9600}
+
+NEIGHBOURS = [
+    ({"top_k": 31}, B200, None),
+    ({"top_k": 32, "weight_format": "nvfp4", "kernel_source": "vllm"}, B200, None),
+    ({"top_k": 32, "weight_format": "fp8_block"}, H100, None),
+    (WIDE_POOL | {"hidden_size": 8192}, B200, "sgl"),
+    (WIDE_POOL | {"num_shared_experts": 1}, B200, "sgl"),
+    (WIDE_POOL | {"intermediate_size": 4352}, B200, "sgl"),
+    (MANY_SCALES | {"intermediate_size": 2048}, B200, "sgl"),
+    ({}, DeviceSpec(100, 146, reserved_sms=2), None),
+    ({}, DeviceSpec(100, 76, reserved_sms=72), None),
+]
+
+
+@pytest.mark.parametrize(("fields", "device", "source"), NEIGHBOURS)
+def test_what_the_kernels_run_beside_their_limits(fields, device, source):
+    check_sizes(config(**fields), device, 8, source)
 
 
 def test_an_argument_overrides_the_source_of_the_config():
@@ -194,7 +224,7 @@ REFUSED = [
     ({}, {"source": "triton"}, ValueError, r"source: expected one of \['sgl', 'vllm'\], got 'tri"),
     ({}, {"num_ranks": 73}, ValueError, "num_ranks: expected at most 72, got 73"),
     ({}, {"num_ranks": 7}, ValueError, "num_experts: expected a multiple of the 7 expert-parallel"),
-    ({"top_k": 33}, {}, ValueError, "top_k: expected at most 32, got 33"),
+    ({"top_k": 33}, {}, ValueError, "top_k: expected at most 31, got 33"),
     (
         {"top_k": 32, "num_shared_experts": 1},
         {},
@@ -229,6 +259,81 @@ REFUSED = [
         "max_num_tokens: expected a ring of at most 8388608 received tokens, got .* on 8 ranks",
     ),
     ({}, {"device": DeviceSpec(100, 142)}, ValueError, "num_sms: expected a multiple of 4, got"),
+    (
+        {},
+        {"device": DeviceSpec(100, 147, reserved_sms=1)},
+        ValueError,
+        "num_sms without the reserved ones: expected a multiple of 2, got 147",
+    ),
+    (
+        {},
+        {"device": DeviceSpec(100, 74, reserved_sms=74)},
+        ValueError,
+        "reserved_sms: expected fewer than half of the device's 148 SMs, got 74; the kernel needs",
+    ),
+    *(
+        (fields | {"top_k": 32}, {}, ValueError, "top_k: expected at most 31, got 32")
+        for fields in (
+            {},
+            {"weight_format": "bf16"},
+            {"weight_format": "mxfp8", "activation": "situ"},
+            {"weight_format": "mxfp8", "kernel_source": "vllm"},
+            {"weight_format": "bf16", "kernel_source": "vllm"},
+            {"weight_format": "nvfp4", "kernel_source": "sgl"},
+        )
+    ),
+    *(
+        (
+            {"weight_format": "nvfp4", "intermediate_size": size},
+            {"source": source},
+            ValueError,
+            f"intermediate_size: expected a multiple of 256, got {size}",
+        )
+        for source in ("sgl", "vllm")
+        for size in (128, 384, 896, 1408, 2944)
+    ),
+    (
+        WIDE_POOL,
+        {"source": "sgl"},
+        ValueError,
+        "hidden_size: expected at most 8192 in a ring for every row that may arrive, got 8704; sgl",
+    ),
+    (
+        {"num_experts": 8, "top_k": 1, "max_num_tokens": 261_121},
+        {"num_ranks": 1},
+        ValueError,
+        "max_num_tokens, rounded up: expected at most 262144, got 263040",
+    ),
+    (
+        MANY_SCALES,
+        {"source": "sgl", "num_ranks": 16},
+        ValueError,
+        r"max_num_tokens: expected scales of second inputs \(l2_acts_sf\) in at most 4294967296 b",
+    ),
+    (
+        {"num_shared_experts": 33, "max_num_tokens": 261_120, "num_experts": 8, "top_k": 1},
+        {"source": "sgl", "num_ranks": 1},
+        ValueError,
+        r"max_num_tokens: expected scales of second inputs \(shared_l2_acts_sf\) in at most 429496",
+    ),
+    (
+        SM90,
+        {"device": DeviceSpec(90, 131)},
+        ValueError,
+        "num_sms: expected a multiple of 2, got 131",
+    ),
+    (
+        SM90
+        | {
+            "num_experts": 2048,
+            "hidden_size": 512,
+            "intermediate_size": 256,
+            "max_num_tokens": 262_144,
+        },
+        {"device": H100, "num_ranks": 1},
+        ValueError,
+        "max_num_tokens: expected experts, tiles of received tokens and columns in 29 bits, got 30",
+    ),
     (
         {},
         {"device": H100},

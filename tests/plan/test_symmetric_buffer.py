@@ -80,3 +80,33 @@ def test_shared_experts_read_their_own_region_only_where_the_format_differs():
     assert nvfp4["shared_l1_acts"].offset > nvfp4["topk_weights"].offset
     assert "shared_l1_acts_sf" not in nvfp4
     assert "shared_l1_acts" not in layouts["vllm", "sm100_fp4_fp4_mega_moe"]
+
+
+def sizes_of(architecture: str) -> list[dict[str, int]]:
+    """Sizes whose layouts come close to each other: products of small factors."""
+    lists = dict(
+        num_experts=(8, 16, 32, 64),
+        top_k=(1, 2, 4, 8),
+        hidden_size=(1024, 2048, 3072, 4096) if architecture == "sm90" else (1024, 2048, 4096),
+        intermediate_size=(256, 512, 768, 1024, 1536, 2048),
+        max_num_tokens=(128, 256, 512, 768, 1024, 2048) if architecture == "sm90" else (8, 2000),
+    )
+    return [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
+
+
+@pytest.mark.parametrize("architecture", ["sm90", "sm100"])
+def test_equal_fingerprints_are_equal_layouts(architecture):
+    """Many layouts have as many bytes; none of them, of any kernel source, has another's name."""
+    by_name: dict[str, tuple[str, BufferLayout]] = {}
+    sizes: dict[int, set[str]] = {}
+    families = [None] if architecture == "sm90" else [f for f in FAMILIES if f.source == "sgl"]
+    for family, one in itertools.product(families, sizes_of(architecture)):
+        problem = example(family, num_ranks=1, num_tokens=0, **one)
+        layout = sm90_layout(problem) if family is None else sm100_layout(family, problem, 148)
+        for source in ("sgl", "vllm"):
+            name = layout.fingerprint(source)
+            sizes.setdefault(layout.num_bytes, set()).add(name)
+            assert by_name.setdefault(name, (source, layout)) == (source, layout)
+    assert len(by_name) > len(sizes)
+    shared_size = [names for names in sizes.values() if len(names) > 2]
+    assert len(shared_size) > 5, "the search has no layouts of one size to tell apart"

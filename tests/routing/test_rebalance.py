@@ -1,4 +1,4 @@
-"""eplb.py: recording loads, solving for a placement, and moving the experts of a running layer."""
+"""Recording loads, solving for a placement, and moving the experts of a running layer."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_megamoe as mm
-from jax_megamoe.routing import replicas as eplb
+from jax_megamoe.routing.replicas import initial_map
 
 LOGICAL, SLOTS, RANKS, TOKENS = 16, 20, 4, 128
 INITIAL = np.arange(SLOTS) % LOGICAL
@@ -53,7 +53,7 @@ def test_a_skewed_layer_is_rebalanced(rng: np.random.Generator, form: str) -> No
         return mm.mega_moe(x, ids, factors, weights, config=config, eplb=replicas, **place)
 
     weights = sharded(cases.weights(config), mesh)
-    replicas = eplb.initial_map(config)
+    replicas = initial_map(config)
     y, counts = layer(weights, replicas)
     np.testing.assert_array_equal(np.float32(y), np.float32(want))
     loads = mm.record_loads(jnp.zeros(LOGICAL), counts, replicas)

@@ -1,4 +1,4 @@
-"""eplb.py: maps of replicas, the choice among them, and what a rebalance changes."""
+"""Maps of replicas, the choice among them, and what a rebalance changes."""
 
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jax_megamoe as mm
-from jax_megamoe.routing import replicas as eplb
+from jax_megamoe.routing.replicas import initial_map, to_physical
 
 LOGICAL = 12
 TOKENS = 64
@@ -34,7 +34,7 @@ def test_map_lists_the_slots_of_each_expert() -> None:
 
 
 def test_initial_map_repeats_the_experts() -> None:
-    got = eplb.initial_map(CONFIG)
+    got = initial_map(CONFIG)
     want = mm.replica_map(np.arange(16) % LOGICAL, LOGICAL)
     np.testing.assert_array_equal(got.logical_to_physical, want.logical_to_physical)
     np.testing.assert_array_equal(got.num_replicas, [2] * 4 + [1] * 8)
@@ -61,7 +61,7 @@ def test_experts_in_no_slot() -> None:
 def test_choice_is_the_hash_of_the_token(order: list[int], extra: list[int]) -> None:
     held = np.asarray([*range(LOGICAL), *extra])[order]
     ids = np.random.default_rng(0).integers(-1, LOGICAL, (40, 3)).astype(np.int32)
-    got = np.asarray(eplb.to_physical(jnp.asarray(ids), mm.replica_map(held, LOGICAL), 16))
+    got = np.asarray(to_physical(jnp.asarray(ids), mm.replica_map(held, LOGICAL), 16))
     for token, row in enumerate(ids.tolist()):
         for slot, logical in enumerate(row):
             if logical < 0:
@@ -74,7 +74,7 @@ def test_choice_is_the_hash_of_the_token(order: list[int], extra: list[int]) -> 
 
 def test_hash_spreads_tokens_evenly() -> None:
     ids = jnp.zeros((3000, 1), jnp.int32)
-    slots = np.asarray(eplb.to_physical(ids, mm.replica_map(np.asarray([0, 0, 0, 1]), 2), 4))
+    slots = np.asarray(to_physical(ids, mm.replica_map(np.asarray([0, 0, 0, 1]), 2), 4))
     np.testing.assert_allclose(np.bincount(slots[:, 0], minlength=3), 1000, rtol=0.05)
 
 
@@ -137,7 +137,7 @@ def test_without_a_map_the_initial_one_is_used() -> None:
     inputs, weights = cases.tokens(CONFIG, TOKENS), cases.weights(CONFIG)
     call = partial(mm.mega_moe, *inputs, weights, config=CONFIG, return_stats=True)
     y, counts = call()
-    want, want_counts = call(eplb=eplb.initial_map(CONFIG))
+    want, want_counts = call(eplb=initial_map(CONFIG))
     np.testing.assert_array_equal(host(y), host(want))
     np.testing.assert_array_equal(counts, want_counts)
     held = np.arange(16) % LOGICAL
@@ -158,7 +158,7 @@ def test_reference_maps_alike() -> None:
 def broken_map() -> mm.ReplicaMap:
     """Expert 1's slot is one too many, 2's negative; 3 has no replica, 4 more than there is room
     for."""
-    whole = eplb.initial_map(CONFIG)
+    whole = initial_map(CONFIG)
     slots = np.asarray(whole.logical_to_physical).copy()
     counts = np.asarray(whole.num_replicas).copy()
     slots[1] = 16
@@ -184,7 +184,7 @@ def test_what_a_traced_map_has_out_of_range_routes_nowhere(
         call = partial(mm.mega_moe, config=CONFIG, implementation=implementation, **place)
     call = jax.jit(call)
     missing = (np.asarray(ids) >= 1) & (np.asarray(ids) <= 4)
-    want = call(x, jnp.where(missing, -1, ids), factors, weights, eplb=eplb.initial_map(CONFIG))
+    want = call(x, jnp.where(missing, -1, ids), factors, weights, eplb=initial_map(CONFIG))
     y = call(x, ids, factors, weights, eplb=broken)
     assert missing.any(axis=1).any() and host(want).any()
     np.testing.assert_array_equal(host(y), host(want))
@@ -197,7 +197,7 @@ def test_stats_count_what_a_traced_map_has_in_range() -> None:
     )(broken_map())
     assert not np.asarray(counts)[1:5].any()
     assert int(counts.sum()) == 4 * (LOGICAL - 4)
-    loads = eplb.record_loads(jnp.zeros(LOGICAL), jnp.ones(16, jnp.int32), broken_map())
+    loads = mm.record_loads(jnp.zeros(LOGICAL), jnp.ones(16, jnp.int32), broken_map())
     np.testing.assert_array_equal(loads, [2, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1])
 
 

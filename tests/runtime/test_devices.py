@@ -12,7 +12,9 @@ from jax_megamoe.runtime.devices import device_spec
 def test_architecture_and_multiprocessors(capability: str, arch: int) -> None:
     device = FakeDevice(0, core_count=148, compute_capability=capability)
     assert device_spec(device) == DeviceSpec(arch, 148)
-    assert device_spec(device, reserved_sms=8) == DeviceSpec(arch, 140)
+    reserving = device_spec(device, reserved_sms=8)
+    assert reserving == DeviceSpec(arch, 140, reserved_sms=8)
+    assert (reserving.all_sms, device_spec(device).all_sms) == (148, 148)
 
 
 def test_cpu_is_refused_by_its_name() -> None:

@@ -1,7 +1,7 @@
 // One rank's tokens and routing, from the arrays of a call into the symmetric buffer.
 //
-// The arithmetic is that of jax_megamoe/op/staging.py, bit for bit. Every rounding is spelled out with
-// an intrinsic: the flags that contract or approximate float32 arithmetic do not matter here.
+// The arithmetic is that of jax_megamoe/op/staging.py, bit for bit. Every rounding is spelled out
+// with an intrinsic: the flags that contract or approximate float32 arithmetic do not matter here.
 
 #pragma once
 

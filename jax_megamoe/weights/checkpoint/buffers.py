@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jax_megamoe import _checks
 from jax_megamoe.config import MoEConfig
+from jax_megamoe.mesh import axis_names
 from jax_megamoe.weights import layout as layouts
 from jax_megamoe.weights.checkpoint.dialects import SHARED
 from jax_megamoe.weights.params import ExpertWeights, parameter_shapes
@@ -111,7 +112,7 @@ def place(
             raise ValueError(_checks.message("physical_to_logical", expected, held.tolist()))
     if mesh is None or axis is None:
         return Placement(None, None, held)
-    names = (axis,) if isinstance(axis, str) else axis
+    names = axis_names(axis)
     for name in names:
         _checks.one_of("axis", name, mesh.axis_names)
     config.experts_per_rank(int(np.prod([mesh.shape[name] for name in names])))

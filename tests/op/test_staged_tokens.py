@@ -11,7 +11,8 @@ import pytest
 
 import jax_megamoe as mm
 from jax_megamoe.numerics import quantization
-from jax_megamoe.op.staging import StagedTokens, quantize_tokens, route, stage
+from jax_megamoe.numerics.tokens import quantize_tokens
+from jax_megamoe.op.staged_tokens import StagedTokens, physical_routing, stage
 
 EAGER_AND_JIT = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 
@@ -119,7 +120,7 @@ def test_padding_and_unknown_ids_are_unrouted_with_weight_0() -> None:
     ids = jnp.asarray([[0, 15, 16, -1], [3, 3, 2**31 - 1, -(2**31)], [1, 2, 3, 4]], jnp.int32)
     weights = jnp.asarray([[1, 2, 3, jnp.nan], [5, 6, jnp.inf, 8], [9, 10, 11, jnp.nan]])
     mask = jnp.asarray([False, False, True])
-    got_ids, got_weights = route(ids, weights, config=cfg, padding_mask=mask)
+    got_ids, got_weights = physical_routing(ids, weights, config=cfg, padding_mask=mask)
     np.testing.assert_array_equal(got_ids, [[0, 15, -1, -1], [3, 3, -1, -1], [-1] * 4])
     np.testing.assert_array_equal(got_weights, [[1, 2, 0, 0], [5, 6, 0, 0], [0] * 4])
 
@@ -128,7 +129,7 @@ def test_replicas_follow_the_map_given_else_the_initial_one() -> None:
     cfg = cases.config("bf16", num_logical_experts=12)
     ids = jnp.tile(jnp.arange(4, dtype=jnp.int32), (5, 1)).at[4, 0].set(12)
     weights = jnp.ones((5, 4))
-    first, factors = route(ids, weights, config=cfg)
+    first, factors = physical_routing(ids, weights, config=cfg)
     # Slots 0..3 hold logical 0..3 again in 12..15: token i takes replica hash(i) % 2.
     hashes = np.arange(5) * 2654435769 % 2**32 % 2
     want = np.arange(4) + 12 * hashes[:, None]
@@ -136,5 +137,5 @@ def test_replicas_follow_the_map_given_else_the_initial_one() -> None:
     np.testing.assert_array_equal(first, want)
     np.testing.assert_array_equal(factors, np.where(want < 0, 0, 1))
     moved = mm.replica_map(np.asarray([*range(11, -1, -1), 5, 5, 5, 5]), 12)
-    got, _ = route(ids, weights, config=cfg, eplb=moved)
+    got, _ = physical_routing(ids, weights, config=cfg, eplb=moved)
     np.testing.assert_array_equal(got[:4], np.tile([11, 10, 9, 8], (4, 1)))
