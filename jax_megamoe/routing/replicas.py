@@ -1,6 +1,7 @@
 """Expert replicas: which physical slots hold a logical expert, and which of them a token uses."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
