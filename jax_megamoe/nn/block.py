@@ -348,7 +348,7 @@ def _widened(rows: Array, config: MoEConfig) -> Array:
 def _with_biases(config: MoEConfig, weights: ExpertWeights, wanted: bool) -> ExpertWeights:
     if not wanted:
         return weights
-    shapes = parameter_shapes(config)
+    shapes = parameter_shapes(config, layout=weights.layout)
     names = ("w13_bias", "w2_bias")
     zeros = {name: jnp.zeros(shapes[name].shape, shapes[name].dtype) for name in names}
     return replace(weights, **zeros)

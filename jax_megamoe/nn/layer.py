@@ -71,11 +71,15 @@ class MegaMoE(nnx.Module):
         self.mesh = mesh
         self.axis = axis
         self.implementation = implementation
-        self.layout = weights.layout
         specs = weights.partition_specs(axis) if mesh is not None and axis is not None else None
         for name in ARRAY_FIELDS:
             array = getattr(weights, name)
             setattr(self, name, None if array is None else _param(array, name, specs, mesh))
+
+    @property
+    def layout(self) -> str:
+        """Row order of the parameters that the layer holds now, see `ExpertWeights.layout`."""
+        return self.weights.layout
 
     @property
     def weights(self) -> ExpertWeights:
@@ -85,7 +89,6 @@ class MegaMoE(nnx.Module):
         return ExpertWeights(
             **arrays,
             format=self.config.weight_format.name,
-            layout=self.layout,
         )
 
     def __call__(

@@ -80,7 +80,7 @@ def run(tokens: Tokens, parameters: Parameters, *, call: Call) -> Result:
     place = call.place
     if tokens.x.shape[0] == 0:
         zero = expert.varying_zero(tokens.x, parameters.weights.w13_weight).astype(jnp.int32)
-        counts = jnp.zeros_like(parameters.weights.w13_weight[:, 0, 0], jnp.int32) + zero
+        counts = jnp.zeros_like(parameters.weights.w2_weight[:, 0, 0], jnp.int32) + zero
         return tokens.x, counts if call.with_stats else None
     if place.axis is not None and not place.inside:
         mesh = place.mesh

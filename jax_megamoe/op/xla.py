@@ -19,6 +19,7 @@ from jax_megamoe.numerics import expert
 from jax_megamoe.numerics.tokens import QuantizedTokens, restore_tokens
 from jax_megamoe.op.staged_tokens import StagedTokens
 from jax_megamoe.weights.experts import stored_matrix
+from jax_megamoe.weights.layout import join_rows
 from jax_megamoe.weights.params import ExpertWeights
 
 _SLACK = 1.25
@@ -304,10 +305,11 @@ def _expert_fields(weights: ExpertWeights, e: Array, mlp: _Mlp) -> dict[str, Any
     # the loop.
     routed, e = lax.optimization_barrier((routed, e))
     one = {name: array[e] for name, array in routed.items()}
+    bias = one.get("w13_bias")
     fields: dict[str, Any] = {
         "w13": _decode(one, "w13_weight", mlp),
         "w2": _decode(one, "w2_weight", mlp),
-        "w13_bias": one.get("w13_bias"),
+        "w13_bias": None if bias is None else join_rows(bias, mlp.layout, axis=-1),
         "w2_bias": one.get("w2_bias"),
     }
     if mlp.activation_scale is not None:

@@ -18,6 +18,7 @@ from jax_megamoe.numerics import quantization
 from jax_megamoe.weights import layout as layouts
 from jax_megamoe.weights.params import (
     INTERLEAVE_8,
+    W13_ROWS,
     ExpertWeights,
     check_weights,
     default_layout,
@@ -85,7 +86,7 @@ def quantize_experts(
         fields = {name: array[slots] for name, array in fields.items()}
     if shared is not None:
         fields |= _shared_fields(config, shared)
-    weights = ExpertWeights(**fields, format=config.weight_format.name, layout=layout)
+    weights = ExpertWeights(**fields, format=config.weight_format.name)
     check_weights(config, weights)
     return weights
 
@@ -127,8 +128,8 @@ def _bias_fields(
         _checks.dtype(name, bias, _FLOAT_DTYPES)
         check_finite(name, bias)
     gate, up, down = (jnp.asarray(bias, jnp.float32) for bias in biases)
-    rows = jnp.concatenate([gate, up], axis=-1)
-    return dict(w13_bias=layouts.w13_to_kernel(rows, layout, axis=-1), w2_bias=down)
+    rows = layouts.w13_to_kernel(jnp.concatenate([gate, up], axis=-1), layout, axis=-1)
+    return dict(w13_bias=layouts.split_rows(rows, layout, axis=-1), w2_bias=down)
 
 
 def _shared_fields(config: MoEConfig, shared: Matrices) -> dict[str, Array]:
@@ -173,7 +174,7 @@ def random_experts(config: MoEConfig, key: Array) -> ExpertWeights:
         form, inter = WEIGHT_FORMATS[config.shared_format], config.shared_size
         one = _random(keys[:1], inter=inter, hidden=hidden, form=form, layout=INTERLEAVE_8)
         fields |= {_SHARED_NAMES[name]: array[0] for name, array in one.items()}
-    return ExpertWeights(**fields, format=config.weight_format.name, layout=layout)
+    return ExpertWeights(**fields, format=config.weight_format.name)
 
 
 @partial(jax.jit, static_argnames=("inter", "hidden", "form", "layout"))
@@ -217,11 +218,13 @@ def matrix_fields(
     is_w13 = name == "w13_weight"
     to_rows = partial(layouts.w13_to_kernel, layout=layout) if is_w13 else lambda rows: rows
     quantised = quantize_matrix(w, form)
-    fields = {name: to_rows(jnp.asarray(quantised.weight))}
+    split = partial(layouts.split_rows, layout=layout if is_w13 else INTERLEAVE_8)
+    fields = {name: split(to_rows(jnp.asarray(quantised.weight)))}
     if quantised.scale is not None:
         scale = jnp.asarray(quantised.scale)
-        packed = form.weight.packs_scales
-        fields[f"{name}_scale"] = layouts.w2_scale_to_kernel(to_rows(scale)) if packed else scale
+        if form.weight.packs_scales:
+            scale = split(layouts.w2_scale_to_kernel(to_rows(scale)), axis=-1)
+        fields[f"{name}_scale"] = scale
     if quantised.global_scale is not None:
         fields[f"{name}_scale_2"] = jnp.asarray(quantised.global_scale)
     return fields
@@ -233,7 +236,7 @@ def stored_matrix(
     """Decoded values of a stored matrix, rows in stored order, NVFP4's global scale left out.
 
     Args:
-        weight: [..., N, K / v] of `ExpertWeights`.
+        weight: [..., N, K / v], or with the rows in tiles, of `ExpertWeights`.
         scale: the block scales that belong to it.
         form: its format.
         w13: whether rows are gate and up.
@@ -242,12 +245,16 @@ def stored_matrix(
     Returns:
         [..., N, K], bfloat16 where that holds every value, else (fp8_block) float32.
     """
+    if w13:
+        weight = layouts.join_rows(weight, layout)
     if scale is None:
         return weight
     if form.weight.scale == "float32":
         rows = jnp.repeat(jnp.repeat(scale, 128, axis=-2), 128, axis=-1)
         rows = layouts.w13_to_kernel(rows, layout) if w13 else rows
         return weight.astype(jnp.float32) * rows
+    if w13:
+        scale = layouts.join_rows(scale, layout, axis=-1)
     scales = layouts.w2_scale_from_kernel(scale)
     if form.weight.scale == "e4m3":
         scales = lax.bitcast_convert_type(scales, jnp.float8_e4m3fn)
@@ -299,10 +306,9 @@ def to_layout(weights: ExpertWeights, layout: str) -> ExpertWeights:
         return weights
     if weights.format != "nvfp4":
         raise ValueError(_checks.message(f"layout of {weights.format}", INTERLEAVE_8, layout))
-    names = ("w13_weight", "w13_weight_scale", "w13_bias")
-    arrays = {name: array for name, array in weights.arrays().items() if name in names}
+    arrays = {name: array for name, array in weights.arrays().items() if name in W13_ROWS}
     moved: dict[str, Any] = _moved_rows(arrays, old=weights.layout, new=layout)
-    return replace(weights, **moved, layout=layout)
+    return replace(weights, **moved)
 
 
 @partial(jax.jit, static_argnames=("old", "new"))
@@ -310,10 +316,13 @@ def _moved_rows(arrays: dict[str, Array], *, old: str, new: str) -> dict[str, Ar
     """w13's arrays of one layout in another."""
 
     def moved(name: str, rows: Array) -> Array:
+        axis = W13_ROWS[name]
+        rows = layouts.join_rows(rows, old, axis)
         if name == "w13_weight_scale":
-            return layouts.w13_scale_to_kernel(layouts.w13_scale_from_kernel(rows, old), new)
-        axis = -1 if name == "w13_bias" else -2
-        return layouts.w13_to_kernel(layouts.w13_from_kernel(rows, old, axis), new, axis)
+            rows = layouts.w13_scale_to_kernel(layouts.w13_scale_from_kernel(rows, old), new)
+        else:
+            rows = layouts.w13_to_kernel(layouts.w13_from_kernel(rows, old, axis), new, axis)
+        return layouts.split_rows(rows, new, axis)
 
     return {name: moved(name, rows) for name, rows in arrays.items()}
 
@@ -322,7 +331,8 @@ def dequantize_biases(weights: ExpertWeights) -> dict[str, Array]:
     """gate_bias [E, I], up_bias [E, I] and down_bias [E, H] in float32; empty without biases."""
     if weights.w13_bias is None:
         return {}
-    gate, up = _halves(weights.w13_bias, weights.layout, axis=-1)
+    layout = weights.layout
+    gate, up = _halves(layouts.join_rows(weights.w13_bias, layout, axis=-1), layout, axis=-1)
     return dict(gate_bias=gate, up_bias=up, down_bias=weights.w2_bias)
 
 

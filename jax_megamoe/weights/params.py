@@ -1,6 +1,7 @@
 """The parameters of a layer in kernel layout: `ExpertWeights`, its shapes and its checks."""
 
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -11,11 +12,15 @@ from jax.sharding import PartitionSpec
 from jax_megamoe import _checks
 from jax_megamoe.config import SGL_SWIGLU, MoEConfig
 from jax_megamoe.formats import INTERLEAVE_8, SGL_FP4, WEIGHT_FORMATS, WeightSpec
+from jax_megamoe.weights.layout import split_rows
 
 NVFP4_LAYOUTS = MappingProxyType({"sgl": SGL_FP4, "vllm": INTERLEAVE_8})
 """The row order that a kernel source's NVFP4 kernel reads."""
 
-_META_FIELDS = ("format", "layout")
+W13_ROWS = MappingProxyType({"w13_weight": -2, "w13_weight_scale": -1, "w13_bias": -1})
+"""The axis of w13's rows in each field that has one, before `split_rows`."""
+
+_META_FIELDS = ("format",)
 
 
 class SharedWeights(NamedTuple):
@@ -29,10 +34,13 @@ class SharedWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The expert parameters of one layer, in kernel layout; a pytree with static format and layout.
+    """The expert parameters of one layer, in kernel layout; a pytree with a static format.
 
     E experts (of all ranks, or this rank's inside `shard_map`), H hidden, I intermediate, S shared
-    intermediate size, v values per stored element (2 for FP4), g values per block scale.
+    intermediate size, v values per stored element (2 for FP4), g values per block scale. NVFP4 in
+    the row order of sgl's kernel has w13's rows in tiles of 32: [2I / 32, 32] in place of 2I in the
+    shapes of w13_weight, w13_weight_scale and w13_bias. So the order is in the arrays: whatever
+    moves them from one layer to another moves it too.
 
     Attributes:
         w13_weight: [E, 2I, H / v], gate and up rows interleaved; uint8 for FP4, else float8_e4m3fn
@@ -50,7 +58,6 @@ class ExpertWeights:
         shared_l1_weight, shared_l1_weight_scale, shared_l2_weight, shared_l2_weight_scale: a fused
             shared expert, [2S, H] and [H, S] with their scales; None for none.
         format: name of the weight format.
-        layout: row order of w13, ``"interleave8"`` or ``"sgl_fp4"``.
     """
 
     w13_weight: Any
@@ -67,7 +74,12 @@ class ExpertWeights:
     shared_l2_weight: Any = None
     shared_l2_weight_scale: Any = None
     format: str = ""
-    layout: str = INTERLEAVE_8
+
+    @property
+    def layout(self) -> str:
+        """Row order of w13, ``"interleave8"`` or ``"sgl_fp4"``, by w13_weight's shape."""
+        is_tiled = getattr(self.w13_weight, "ndim", 0) > getattr(self.w2_weight, "ndim", 0)
+        return SGL_FP4 if is_tiled else INTERLEAVE_8
 
     @property
     def shared(self) -> SharedWeights | None:
@@ -123,14 +135,16 @@ def default_layout(config: MoEConfig) -> str:
 
 
 def parameter_shapes(
-    config: MoEConfig, num_experts: int | None = None
+    config: MoEConfig, num_experts: int | None = None, *, layout: str | None = None
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape and dtype of every parameter the config's layer may hold, by field name.
 
     Args:
         config: the layer.
         num_experts: leading size of the routed parameters; None: all physical experts.
+        layout: row order of w13; None: the config's.
     """
+    layout = default_layout(config) if layout is None else layout
     experts = config.num_experts if num_experts is None else num_experts
     hidden, inter = config.hidden_size, config.intermediate_size
     form = config.weight_format
@@ -140,6 +154,10 @@ def parameter_shapes(
         for name in ("w13_weight_scale_2", "w2_weight_scale_2", "w2_input_scale"):
             shapes[name] = jax.ShapeDtypeStruct((experts,), jnp.float32)
     shapes["w13_bias"] = jax.ShapeDtypeStruct((experts, 2 * inter), jnp.float32)
+    for name, axis in W13_ROWS.items():
+        if name in shapes:
+            rows = shapes[name]
+            shapes[name] = jax.eval_shape(partial(split_rows, layout=layout, axis=axis), rows)
     shapes["w2_bias"] = jax.ShapeDtypeStruct((experts, hidden), jnp.float32)
     if config.num_shared_experts and config.shared_format:
         spec = WEIGHT_FORMATS[config.shared_format].weight
@@ -173,7 +191,8 @@ def check_weights(
         num_experts: leading size expected of the routed parameters; None: all physical experts.
 
     Raises:
-        ValueError: another format, an unknown layout, a missing, superfluous or misshaped field.
+        ValueError: another format, fields in different row orders, a missing, superfluous or
+            misshaped field.
         TypeError: not an ExpertWeights, or a field of another dtype.
     """
     if not isinstance(weights, ExpertWeights):
@@ -188,13 +207,15 @@ def check_weights(
                 "quantise or load the weights with the same config",
             )
         )
-    layouts = (INTERLEAVE_8, SGL_FP4) if weights.format == "nvfp4" else (INTERLEAVE_8,)
-    _checks.one_of("weights.layout", weights.layout, layouts)
-    expected_shapes = parameter_shapes(config, num_experts)
+    layout = weights.layout if weights.format == "nvfp4" else INTERLEAVE_8
+    expected_shapes = parameter_shapes(config, num_experts, layout=layout)
     arrays = weights.arrays()
     _check_presence(arrays, expected_shapes)
     for name, array in arrays.items():
-        _checks.shape(f"weights.{name}", array, expected_shapes[name].shape)
+        wanted = expected_shapes[name].shape
+        in_order = name not in W13_ROWS or getattr(array, "ndim", 0) == len(wanted)
+        hint = "" if in_order else "the rows of all w13 fields have one order"
+        _checks.shape(f"weights.{name}", array, wanted, hint)
         _checks.dtype(f"weights.{name}", array, [str(expected_shapes[name].dtype)])
 
 

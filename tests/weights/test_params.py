@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import jax_megamoe as mm
 from jax_megamoe.weights.params import ARRAY_FIELDS, check_weights, default_layout, parameter_shapes
 
 BYTES = {"mxfp4": 0.5 + 1 / 32, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16, "bf16": 2.0}
@@ -18,7 +19,7 @@ SHAPES = {
     # behaviour.md section 3 for E 16, H 256, I 128: stored dtype, [E, 2I, H / v], scale words.
     "mxfp4": ("uint8", (16, 256, 128), "int32", (16, 2, 256), (16, 256, 64), (16, 1, 256)),
     "mxfp8": ("float8_e4m3fn", (16, 256, 256), "int32", (16, 2, 256), (16, 256, 128), (16, 1, 256)),
-    "nvfp4": ("uint8", (16, 256, 128), "int32", (16, 4, 256), (16, 256, 64), (16, 2, 256)),
+    "nvfp4": ("uint8", (16, 8, 32, 128), "int32", (16, 4, 8, 32), (16, 256, 64), (16, 2, 256)),
     "bf16": ("bfloat16", (16, 256, 256), None, None, (16, 256, 128), None),
     "fp8_block": (
         "float8_e4m3fn",
@@ -42,7 +43,8 @@ def test_shapes(form: str) -> None:
     if form == "nvfp4":
         for name in ("w13_weight_scale_2", "w2_weight_scale_2", "w2_input_scale"):
             want[name] = ((16,), "float32")
-    want["w13_bias"], want["w2_bias"] = ((16, 256), "float32"), ((16, 256), "float32")
+    bias = (16, 8, 32) if form == "nvfp4" else (16, 256)
+    want["w13_bias"], want["w2_bias"] = (bias, "float32"), ((16, 256), "float32")
     assert {name: (s.shape, str(s.dtype)) for name, s in shapes.items()} == want
     assert parameter_shapes(cases.config(form), 2)["w13_weight"].shape == (2, *w13[1:])
 
@@ -69,13 +71,37 @@ def test_bytes(form: str) -> None:
     assert cases.weights(cases.config(form)).num_bytes == values * BYTES[form] + globals_
 
 
-def test_is_a_pytree_with_static_format_and_layout() -> None:
+def test_the_row_order_is_in_the_shapes() -> None:
+    cfg = cases.config("nvfp4")
+    shapes = parameter_shapes(cfg, layout="interleave8")
+    assert shapes["w13_weight"].shape == (16, 256, 128)
+    assert shapes["w13_weight_scale"].shape == (16, 4, 256)
+    moved = mm.to_layout(cases.weights(cfg), "interleave8")
+    assert (cases.weights(cfg).layout, moved.layout) == ("sgl_fp4", "interleave8")
+    for weights in (cases.weights(cfg), moved):
+        # Its static part says nothing of it: any tree of these arrays has their order.
+        tree = jax.tree.structure(moved)
+        again = jax.tree.unflatten(tree, jax.tree.leaves(weights))
+        assert again.layout == weights.layout
+        check_weights(cfg, again)
+
+
+@pytest.mark.parametrize("name", ["w13_weight", "w13_weight_scale"])
+def test_fields_of_two_row_orders(name: str) -> None:
+    cfg = cases.config("nvfp4")
+    other = mm.to_layout(cases.weights(cfg), "interleave8")
+    mixed = dataclasses.replace(cases.weights(cfg), **{name: getattr(other, name)})
+    message = r"^weights.w13_.*: expected shape .*; the rows of all w13 fields have one order"
+    with pytest.raises(ValueError, match=message):
+        check_weights(cfg, mixed)
+
+
+def test_is_a_pytree_with_a_static_format() -> None:
     weights = cases.weights(cases.config("nvfp4", num_shared_experts=1))
     leaves, tree = jax.tree.flatten(weights)
     assert len(leaves) == len(weights.arrays()) == 11
     again = jax.tree.unflatten(tree, leaves)
     assert (again.format, again.layout) == ("nvfp4", "interleave8")
-    assert tree != jax.tree.structure(dataclasses.replace(weights, layout="sgl_fp4"))
     with pytest.raises(dataclasses.FrozenInstanceError):
         weights.format = "bf16"  # type: ignore[misc]
 
@@ -112,11 +138,6 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         r"weights.format: expected 'nvfp4' \(config.weight_format\), got 'mxfp4'; quantise or load "
         r"the weights with the same config",
-    ),
-    (
-        {"layout": "halves"},
-        ValueError,
-        r"weights.layout: expected one of \['interleave8', 'sgl_fp4'\], got 'halves'",
     ),
     ({"w2_weight": None}, ValueError, r"weights.w2_weight: expected an array, got None"),
     ({"w13_weight": None}, ValueError, r"weights.w13_weight: expected an array, got None"),
@@ -188,9 +209,10 @@ def test_refused_for_the_config() -> None:
     message = r"^weights.w2_input_scale: expected None: this config has no such parameter, got"
     with pytest.raises(ValueError, match=message):
         check_weights(mxfp8, superfluous)
-    message = r"^weights.layout: expected one of \['interleave8'\], got 'sgl_fp4'$"
+    tiled = weights.w13_weight.reshape(16, 8, 32, 256)
+    message = r"^weights.w13_weight: expected shape \[16, 256, 256\], got shape \[16, 8, 32, 256\]"
     with pytest.raises(ValueError, match=message):
-        check_weights(mxfp8, dataclasses.replace(weights, layout="sgl_fp4"))
+        check_weights(mxfp8, dataclasses.replace(weights, w13_weight=tiled))
     message = r"^weights.w13_weight: expected shape \[2, 256, 256\], got shape \[16, 256, 256\]$"
     with pytest.raises(ValueError, match=message):
         check_weights(mxfp8, weights, 2)

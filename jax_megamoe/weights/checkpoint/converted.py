@@ -7,6 +7,7 @@ another version, format, layout or size is refused, never transformed.
 import json
 import os
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from jax_megamoe import _checks
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.weights.checkpoint.buffers import Placement, place
 from jax_megamoe.weights.checkpoint.tensors import DTYPES, StoredTensor, read_header
+from jax_megamoe.weights.layout import join_rows, split_rows
 from jax_megamoe.weights.params import (
     ARRAY_FIELDS,
+    W13_ROWS,
     ExpertWeights,
     check_weights,
     default_layout,
@@ -54,7 +57,10 @@ def save_experts(path: str | Path, config: MoEConfig, weights: ExpertWeights) ->
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         with part.open("wb") as file:
-            file.write(_header(_metadata(config, weights.layout), arrays))
+            shapes = {
+                name: _file_shape(name, array, weights.layout) for name, array in arrays.items()
+            }
+            file.write(_header(_metadata(config, weights.layout), arrays, shapes))
             for name in arrays:
                 for block in _blocks(arrays[name]):
                     file.write(np.ascontiguousarray(block).view(np.uint8).data)
@@ -98,17 +104,20 @@ def load_converted(
     for name in tensors:
         _checks.one_of(f"tensor in {path.name}", name, ARRAY_FIELDS)
     placement = place(config, mesh, axis)
-    arrays: dict[str, Any] = {name: _mapped(each, placement) for name, each in tensors.items()}
-    weights = ExpertWeights(
-        **arrays, format=config.weight_format.name, layout=default_layout(config)
-    )
+    layout = default_layout(config)
+    arrays: dict[str, Any] = {
+        name: _mapped(each, placement, layout) for name, each in tensors.items()
+    }
+    weights = ExpertWeights(**arrays, format=config.weight_format.name)
     check_weights(config, weights)
     return weights
 
 
-def _mapped(tensor: StoredTensor, placement: Placement) -> jax.Array:
+def _mapped(tensor: StoredTensor, placement: Placement, layout: str) -> jax.Array:
     whole = np.memmap(tensor.path, tensor.dtype, "r", tensor.offset, tensor.shape)
-    return placement.to_devices(tensor.name, tensor.shape, lambda part: whole[slice(*part)])
+    if tensor.name in W13_ROWS and whole.ndim > 1:
+        whole = split_rows(whole, layout, W13_ROWS[tensor.name])
+    return placement.to_devices(tensor.name, whole.shape, lambda part: whole[slice(*part)])
 
 
 def _metadata(config: MoEConfig, layout: str) -> dict[str, str]:
@@ -124,14 +133,22 @@ def _metadata(config: MoEConfig, layout: str) -> dict[str, str]:
     return {name: str(value) for name, value in known.items()}
 
 
-def _header(metadata: dict[str, str], arrays: dict[str, jax.Array]) -> bytes:
+def _file_shape(name: str, array: jax.Array, layout: str) -> tuple[int, ...]:
+    """A field's shape in the file, where w13's rows are one axis in every order."""
+    joined = partial(join_rows, layout=layout, axis=W13_ROWS.get(name, -1))
+    return jax.eval_shape(joined, array).shape if name in W13_ROWS else array.shape
+
+
+def _header(
+    metadata: dict[str, str], arrays: dict[str, jax.Array], shapes: dict[str, tuple[int, ...]]
+) -> bytes:
     entries: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
     for name, array in arrays.items():
         size = array.size * array.dtype.itemsize
         entries[name] = dict(
             dtype=_NAMES[np.dtype(array.dtype)],
-            shape=array.shape,
+            shape=shapes[name],
             data_offsets=[offset, offset + size],
         )
         offset += size
