@@ -48,7 +48,7 @@ ROOMS = {
     ),
     "nn": (
         "_checks config formats launch mesh numerics op routing weights",
-        "replicated hf_config shared_expert router_layer layer block",
+        "variables hf_config shared_expert router_layer layer block",
     ),
     "cli": (
         "_checks compile config formats launch nn op plan runtime weights",

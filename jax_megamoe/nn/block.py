@@ -1,6 +1,7 @@
 """`MegaMoEBlock`, a Flax (nnx) module: a router, its experts, and a shared expert."""
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -10,25 +11,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, BFloat16, Bool, Int32
 
 from jax_megamoe import _checks
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.formats import WeightFormat
+from jax_megamoe.mesh import Axis, current_mesh, reshape_rows
 from jax_megamoe.nn.hf_config import HASHED, Layers, block_spec, layers_of, read_hf_config
 from jax_megamoe.nn.layer import MegaMoE
-from jax_megamoe.nn.replicated import replicated
 from jax_megamoe.nn.router_layer import RouterLayer
 from jax_megamoe.nn.shared_expert import SharedExpert
-from jax_megamoe.op.mega_moe import place_of
+from jax_megamoe.nn.variables import replicated
 from jax_megamoe.routing.replicas import ReplicaMap
 from jax_megamoe.routing.router import Router
 from jax_megamoe.weights.checkpoint.block_tensors import BlockTensors
 from jax_megamoe.weights.checkpoint.load import Pairs, load_experts
 from jax_megamoe.weights.checkpoint.select import select_format, stored_scheme
-from jax_megamoe.weights.experts import random_experts
-from jax_megamoe.weights.params import ExpertWeights, parameter_shapes
+from jax_megamoe.weights.params import ExpertWeights
 
 _log = logging.getLogger("jax_megamoe")
 
@@ -50,7 +50,7 @@ class MegaMoEBlock(nnx.Module):
         layers: what the layers of the model are, for `load`; None for a block made from its parts.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (one keyword for each part of a block)
         self,
         config: MoEConfig,
         router: Router,
@@ -60,7 +60,8 @@ class MegaMoEBlock(nnx.Module):
         has_shared_gate: bool = False,
         has_expert_biases: bool = False,
         mesh: Mesh | None = None,
-        axis: str | tuple[str, ...] | None = None,
+        axis: Axis | None = None,
+        token_axes: Axis | None = None,
         implementation: str | None = None,
         rngs: nnx.Rngs,
     ) -> None:
@@ -75,8 +76,10 @@ class MegaMoEBlock(nnx.Module):
                 has.
             has_shared_gate: whether a sigmoid gate weighs the shared expert's output.
             has_expert_biases: whether the routed experts' matmuls add biases.
-            mesh: where to shard the experts; needs `axis`. The rest is replicated.
+            mesh: where to shard the experts; None: over the current mesh (`jax.set_mesh`), if it
+                has `axis`. The rest is replicated.
             axis: the expert-parallel mesh axis, or several.
+            token_axes: see `mega_moe`.
             implementation: of the experts, see `mega_moe`.
             rngs: source of the parameters (its ``params`` stream).
 
@@ -97,13 +100,16 @@ class MegaMoEBlock(nnx.Module):
         fused = shared_size // config.intermediate_size if reason is None else 0
         self.config = config = replace(config, num_shared_experts=fused)
         self.layers: Layers | None = None
-        self.router = RouterLayer(router, self.hidden_size, mesh=mesh, rngs=rngs)
+        spread = current_mesh(axis) if mesh is None else mesh
+        self.router = RouterLayer(router, self.hidden_size, mesh=spread, rngs=rngs)
         self.experts = MegaMoE(
             config,
-            _with_biases(config, random_experts(config, rngs.params()), has_expert_biases),
             mesh=mesh,
             axis=axis,
+            token_axes=token_axes,
             implementation=implementation,
+            has_biases=has_expert_biases,
+            rngs=rngs,
         )
         self.shared_expert = (
             None
@@ -113,7 +119,7 @@ class MegaMoEBlock(nnx.Module):
                 shared_size,
                 activation=config.activation,
                 has_gate=has_shared_gate,
-                mesh=mesh,
+                mesh=spread,
                 rngs=rngs,
             )
         )
@@ -125,7 +131,8 @@ class MegaMoEBlock(nnx.Module):
         *,
         layer_index: int | None = None,
         mesh: Mesh | None = None,
-        axis: str | tuple[str, ...] | None = None,
+        axis: Axis | None = None,
+        token_axes: Axis | None = None,
         max_num_tokens: int,
         weight_format: str | WeightFormat | None = None,
         implementation: str | None = None,
@@ -141,7 +148,8 @@ class MegaMoEBlock(nnx.Module):
             layer_index: the layer; needed where layers differ (DeepSeek-V4's first ones look their
                 experts up by token id). None: one that chooses experts by score.
             mesh: see `MegaMoEBlock`, as for axis and implementation.
-            axis: see there.
+            axis: see there, as for token_axes.
+            token_axes: see there.
             max_num_tokens: most tokens a rank passes in one call.
             weight_format: of the experts; None: as the checkpoint stores them, see `select_format`.
             implementation: see there.
@@ -181,6 +189,7 @@ class MegaMoEBlock(nnx.Module):
             has_expert_biases=spec.has_expert_biases,
             mesh=mesh,
             axis=axis,
+            token_axes=token_axes,
             implementation=implementation,
         )
         block = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))) if rngs is None else make(rngs=rngs)
@@ -207,10 +216,10 @@ class MegaMoEBlock(nnx.Module):
 
         Args:
             x: bfloat16 [..., H], H the model's hidden size. All but the last dimension are tokens,
-                which the mesh axis splits along the first.
+                which the mesh axis splits along the first; any number of them, see `MegaMoE`.
             token_ids: int32 [...], for a router with a table; -1 routes nowhere.
             padding_mask: bool [...], True for rows that are no tokens, whose output is 0.
-            eplb: where replicas are.
+            eplb: where replicas are, in place of the experts' own map.
             return_stats: also return what `mega_moe` returns for it.
             return_routing: also return the `Routing`, logical ids before they are mapped to
                 replicas, [T, K] of the flattened tokens.
@@ -225,15 +234,15 @@ class MegaMoEBlock(nnx.Module):
         batch = getattr(x, "ndim", 1) - 1
         _checks.shape("x", x, (*("batch",) * batch, self.hidden_size))
         lead = x.shape[:-1]
+        num_tokens = math.prod(lead)
         per_token = dict(token_ids=token_ids, padding_mask=padding_mask)
         for argument, array in per_token.items():
             if array is not None:
                 _checks.shape(argument, array, lead)
-                per_token[argument] = array.reshape(-1)
-        rows = x.reshape(-1, self.hidden_size)
+                per_token[argument] = reshape_rows(array, (num_tokens,))
+        rows = reshape_rows(x, (num_tokens, self.hidden_size))
         with jax.named_scope("mega_moe_block/router"):
-            place = place_of(self.config, self.experts.mesh, self.experts.axis)
-            routing = self.router(rows, **per_token, place=place)
+            routing = self.router(rows, **per_token, place=self.experts.place())
         result = self.experts(
             _widened(rows, self.config),
             *routing,
@@ -244,7 +253,7 @@ class MegaMoEBlock(nnx.Module):
             name=name,
         )
         y, *stats = result if return_stats else (result,)
-        y = y[:, : self.hidden_size].reshape(x.shape)
+        y = reshape_rows(y[:, : self.hidden_size], x.shape)
         extra = (*stats, *((routing,) if return_routing else ()))
         return (y, *extra) if extra else y
 
@@ -280,18 +289,18 @@ class MegaMoEBlock(nnx.Module):
         router = self.router.read(tensors)
         shared = {} if self.shared_expert is None else self.shared_expert.read(tensors)
         tensors.check_all_taken(fused_shared=self.config.num_shared_experts > 0)
+        mesh = self._mesh_to_load_on()
         experts = load_experts(
             self.config,
             tensors.checkpoint,
             prefix=f"{tensors.prefix}.experts",
-            mesh=self.experts.mesh,
-            axis=self.experts.axis,
+            mesh=mesh,
+            axis=None if mesh is None else self.experts.axis,
             quantization_config=quantization_config,
             stored_sizes=self.stored_sizes,
             progress=progress,
         )
         self._check_biases(experts, tensors.prefix)
-        mesh = self.experts.mesh
         for module, arrays in ((self.router, router), (self.shared_expert, shared)):
             for name, array in arrays.items():
                 kind = type(getattr(module, name))
@@ -301,6 +310,7 @@ class MegaMoEBlock(nnx.Module):
             experts,
             mesh=mesh,
             axis=self.experts.axis,
+            token_axes=self.experts.token_axes,
             implementation=self.experts.implementation,
         )
 
@@ -317,6 +327,13 @@ class MegaMoEBlock(nnx.Module):
             raise ValueError(
                 _checks.message(f"layer {layer_index}", by[hashed], by[not hashed], hint)
             )
+
+    def _mesh_to_load_on(self) -> Mesh | None:
+        mesh = self.experts.used_mesh
+        if isinstance(mesh, AbstractMesh):
+            expected = "a call outside jit: files are read"
+            raise ValueError(_checks.message("load", expected, "one in a trace"))
+        return mesh
 
     def _check_biases(self, experts: ExpertWeights, prefix: str) -> None:
         has, wanted = experts.w13_bias is not None, getattr(self.experts, "w13_bias") is not None
@@ -343,15 +360,6 @@ def _widened(rows: Array, config: MoEConfig) -> Array:
     """Rows with zeros up to the config's hidden size."""
     missing = config.hidden_size - rows.shape[1]
     return jnp.pad(rows, ((0, 0), (0, missing))) if missing else rows
-
-
-def _with_biases(config: MoEConfig, weights: ExpertWeights, wanted: bool) -> ExpertWeights:
-    if not wanted:
-        return weights
-    shapes = parameter_shapes(config, layout=weights.layout)
-    names = ("w13_bias", "w2_bias")
-    zeros = {name: jnp.zeros(shapes[name].shape, shapes[name].dtype) for name in names}
-    return replace(weights, **zeros)
 
 
 def _check_sizes(

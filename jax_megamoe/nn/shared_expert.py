@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, BFloat16, Float32
 
 from jax_megamoe.config import Activation
-from jax_megamoe.nn.replicated import replicated
+from jax_megamoe.nn.variables import held, replicated
 from jax_megamoe.numerics.expert import activate, matmul
 from jax_megamoe.weights.checkpoint.block_tensors import BlockTensors
 
@@ -35,7 +35,7 @@ class SharedExpert(nnx.Module):
         *,
         activation: Activation,
         has_gate: bool = False,
-        mesh: Mesh | None = None,
+        mesh: Mesh | AbstractMesh | None = None,
         rngs: nnx.Rngs,
     ) -> None:
         """Draws parameters of variance 1 / fan-in, replicated over the mesh if there is one."""
@@ -52,12 +52,15 @@ class SharedExpert(nnx.Module):
 
     def __call__(self, x: BFloat16[Array, "tokens hidden"]) -> Float32[Array, "tokens hidden"]:
         """The expert's output for every token, not yet rounded."""
-        gate, up = matmul(x, self.gate_proj[...]), matmul(x, self.up_proj[...])
+        gate, up = (matmul(x, self._held(name)) for name in ("gate_proj", "up_proj"))
         hidden = activate(gate, up, self.activation).astype(jnp.bfloat16)
-        y = matmul(hidden, self.down_proj[...])
+        y = matmul(hidden, self._held("down_proj"))
         if self.output_gate is None:
             return y
-        return y * jax.nn.sigmoid(matmul(x, self.output_gate[...]))
+        return y * jax.nn.sigmoid(matmul(x, self._held("output_gate")))
+
+    def _held(self, name: str) -> Array:
+        return held(getattr(self, name), "the shared expert's parameters")
 
     def read(self, tensors: BlockTensors) -> dict[str, np.ndarray]:
         """The parameters of a checkpoint, by attribute.

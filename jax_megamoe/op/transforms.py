@@ -19,7 +19,7 @@ from jaxtyping import Array, BFloat16, Bool, Float32, Int32
 from jax_megamoe import _checks
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.launch import deep_gemm
-from jax_megamoe.mesh import Axis, reshard, vary, varying_axes
+from jax_megamoe.mesh import Axis, axis_names, reshard, vary, varying_axes
 from jax_megamoe.numerics import expert
 from jax_megamoe.numerics.tokens import quantize_tokens
 from jax_megamoe.op import reference, xla
@@ -52,13 +52,24 @@ class Parameters(NamedTuple):
 class Place(NamedTuple):
     """Where a call runs: its axis, the ranks of it, and whether the caller is already inside.
 
-    mesh is the one given, else the current one, which inside a trace has no devices.
+    mesh is the one given, else the current one, which inside a trace has no devices. token_axes,
+    the axis and perhaps others, split the rows outside `shard_map`: into num_parts parts.
     """
 
     axis: Axis | None
     num_ranks: int
     inside: bool
     mesh: Mesh | AbstractMesh | None
+    token_axes: Axis | None
+    num_parts: int
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """Axes over which rows are split and experts are not."""
+        if self.inside:
+            return ()
+        experts = axis_names(self.axis)
+        return tuple(name for name in axis_names(self.token_axes) if name not in experts)
 
 
 class Call(NamedTuple):
@@ -85,7 +96,7 @@ def run(tokens: Tokens, parameters: Parameters, *, call: Call) -> Result:
     if place.axis is not None and not place.inside:
         mesh = place.mesh
         assert mesh is not None
-        tokens = reshard(tokens, mesh, P(place.axis))
+        tokens = reshard(tokens, mesh, P(place.token_axes))
         parameters = reshard(parameters, mesh, parameters.partition_specs(place.axis))
     return _differentiable(_varying_alike(tokens, parameters), parameters, call)
 
@@ -99,7 +110,8 @@ def _varying_alike(tokens: Tokens, parameters: Parameters) -> Tokens:
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _differentiable(tokens: Tokens, parameters: Parameters, call: Call) -> Result:
-    out_specs = (P(call.place.axis), P(call.place.axis) if call.with_stats else None)
+    place = call.place
+    out_specs = (P(place.token_axes), P(place.axis) if call.with_stats else None)
     return _on_ranks(_forward, tokens, parameters, call, out_specs)
 
 
@@ -117,7 +129,7 @@ def _differentiable_bwd(
     call: Call, saved: tuple[Tokens, Parameters], cotangents: tuple[Array, Any]
 ) -> tuple[Tokens, None]:
     tokens, parameters = saved
-    out_specs = (P(call.place.axis), P(call.place.axis))
+    out_specs = (P(call.place.token_axes), P(call.place.token_axes))
     rows = (tokens, cotangents[0])
     of_x, of_weights = _on_ranks(_backward, rows, parameters, call, out_specs)
     return Tokens(of_x, None, of_weights, None), None  # pyright: ignore[reportArgumentType]
@@ -134,7 +146,8 @@ def _on_ranks(
     axis, mesh = call.place.axis, call.place.mesh
     if axis is None or mesh is None or call.place.inside:
         return local(rows, parameters)
-    in_specs = (jax.tree.map(lambda _: P(axis), rows), parameters.partition_specs(axis))
+    of_rows = P(call.place.token_axes)
+    in_specs = (jax.tree.map(lambda _: of_rows, rows), parameters.partition_specs(axis))
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(rows, parameters)
 
 
@@ -177,9 +190,16 @@ def _folding_batches(local: Callable[..., Any], call: Call) -> Callable[..., Any
 
 def _forward(tokens: Tokens, parameters: Parameters, call: Call) -> Result:
     """One rank's part of the call."""
+    compute = _compute if call.route is None else _launch
+    y, counts = compute(tokens, parameters, call)
+    if counts is not None and call.place.data_axes:
+        counts = lax.psum(counts, call.place.data_axes)
+    return y, counts
+
+
+def _compute(tokens: Tokens, parameters: Parameters, call: Call) -> Result:
+    """One rank's part of a call by `xla` or `reference`."""
     config, place, weights = call.config, call.place, parameters.weights
-    if call.route is not None:
-        return _launch(tokens, parameters, call)
     staged = _staged(tokens, parameters, call)
     counts = None
     if call.with_stats:

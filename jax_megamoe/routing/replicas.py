@@ -67,6 +67,23 @@ def checked_placement(name: str, placement: np.ndarray, num_logical: int) -> np.
     return held
 
 
+def placement_of(config: MoEConfig, replicas: ReplicaMap) -> np.ndarray:
+    """int32 [num_experts], the logical expert in each slot by a map; the inverse of `replica_map`.
+
+    Raises:
+        ValueError, TypeError: a map that is not the config's, or that leaves slots empty.
+    """
+    check_map(config, replicas)
+    slots = np.asarray(replicas.logical_to_physical)
+    used = np.arange(slots.shape[1])[None] < np.asarray(replicas.num_replicas)[:, None]
+    placement = np.full(config.num_experts, -1, np.int32)
+    placement[slots[used]] = np.nonzero(used)[0]
+    if placement.min() < 0:
+        empty = np.flatnonzero(placement < 0).tolist()
+        raise ValueError(_checks.message("eplb", "an expert in every slot", f"none in {empty}"))
+    return placement
+
+
 def initial_map(config: MoEConfig) -> ReplicaMap:
     """The map of a config before any rebalance: slot p holds logical expert p % num_logical."""
     slots = np.arange(config.num_experts) % config.logical_experts
