@@ -49,6 +49,12 @@ def reshard(tree: Any, mesh: Mesh | AbstractMesh, specs: Any) -> Any:
     return jax.tree.map(each, specs, tree, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
 
 
+def explicit_mesh(tree: Any) -> AbstractMesh | None:
+    """The mesh with Explicit axes that an array of the tree is typed by; None without one."""
+    meshes = (jax.typeof(array).sharding.mesh for array in jax.tree.leaves(tree))
+    return next((mesh for mesh in meshes if has_explicit_axes(mesh)), None)
+
+
 def gathered(tree: Any) -> Any:
     """A tree of arrays whose Explicit axes are gathered, so that any index reaches every value."""
     return jax.tree.map(lambda a: reshard(a, jax.typeof(a).sharding.mesh, PartitionSpec()), tree)

@@ -311,7 +311,8 @@ class MegaMoE(nnx.Module):
             # Each process places its own copy.
             array = array if isinstance(array, Tracer) else np.asarray(array)
             if variable is None:
-                setattr(self, name, replicated(array, self.used_mesh, ExpertVariable))
+                variable = replicated(array, self.used_mesh, ExpertVariable)
+                setattr(self, name, nnx.data(variable))
             else:
                 _put(variable, array)
 

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jax_megamoe import _checks, symmetric_memory
 from jax_megamoe import compile as compiler
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.launch import deep_gemm
-from jax_megamoe.mesh import axis_names, gathered
+from jax_megamoe.mesh import axis_names, explicit_mesh, gathered
 from jax_megamoe.op.transforms import (
     Axis,
     Call,
@@ -156,9 +156,12 @@ def call(
     chosen = _choose(config, weights, place, x, implementation)
     capture(name, tokens.topk_ids, padding_mask, None if place.inside else place.mesh)
     missing = 0 if place.inside else -num_tokens % place.num_parts
-    y, counts = run(
-        _padded(tokens, missing), parameters, call=chosen._replace(with_stats=return_stats)
-    )
+    launch = partial(run, call=chosen._replace(with_stats=return_stats))
+    typed_by = explicit_mesh((tokens, parameters)) if place.axis is None else None
+    if typed_by is not None:
+        # Copies on the devices of an Explicit mesh, in a call that knows of none.
+        launch = jax.sharding.auto_axes(launch, out_sharding=NamedSharding(typed_by, P()))
+    y, counts = launch(_padded(tokens, missing), parameters)
     if missing:
         # Rows over Explicit axes can be cut only where their number divides: these are few.
         y = gathered(y)[:num_tokens]

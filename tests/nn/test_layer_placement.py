@@ -173,7 +173,7 @@ def test_the_current_mesh_counts_when_a_layer_is_made(kind: AxisType) -> None:
         np.testing.assert_array_equal(array, getattr(want.weights, name), name)
         leaf = getattr(abstract, name).get_value()
         assert (leaf.shape, leaf.dtype) == (array.shape, array.dtype)
-        assert tuple(leaf.sharding.spec) == tuple(spec) or not tuple(spec), name
+        assert leaf.sharding.is_equivalent_to(NamedSharding(leaf.sharding.mesh, spec), leaf.ndim)
     np.testing.assert_array_equal(host(y), host(jitted(want, *inputs)))
 
 
@@ -230,14 +230,17 @@ def test_gradients_and_optimisers_leave_experts_alone(form: str) -> None:
     cfg = cases.config(form, num_experts=8, top_k=2, max_num_tokens=TOKENS)
     router = mm.Router(num_experts=8, top_k=2)
     moe = mm.MegaMoEBlock(cfg, router, shared_size=192, rngs=nnx.Rngs(0), implementation="xla")
-    optimizer = nnx.Optimizer(moe, optax.adamw(1e-2, weight_decay=0.1), wrt=nnx.Param)
+    # optax's bias correction mixes a float and an int.
+    with jax.numpy_dtype_promotion("standard"):
+        optimizer = nnx.Optimizer(moe, optax.adamw(1e-2, weight_decay=0.1), wrt=nnx.Param)
     before = jax.tree.map(np.asarray, nnx.state(moe))
 
     def loss(moe: mm.MegaMoEBlock, x: jax.Array) -> jax.Array:
         return (moe(x).astype(jnp.float32) ** 2).mean()
 
     grads = nnx.jit(nnx.grad(loss))(moe, x_of(8))
-    optimizer.update(moe, grads)
+    with jax.numpy_dtype_promotion("standard"):
+        optimizer.update(moe, grads)
     after = nnx.to_flat_state(nnx.state(moe))
     for (path, new), (_, old) in zip(after, nnx.to_flat_state(before), strict=True):
         same = np.array_equal(np.asarray(new.get_value()), np.asarray(old.get_value()))
