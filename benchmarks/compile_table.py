@@ -24,7 +24,7 @@ from jax_megamoe.compile.cache import KernelCache
 from jax_megamoe.compile.compiler import COMPILERS, Compiler
 from jax_megamoe.compile.cubin import read_kernels
 from jax_megamoe.config import Activation, MoEConfig
-from jax_megamoe.formats import FP8_BLOCK, WEIGHT_FORMATS
+from jax_megamoe.formats import FP8_BLOCK, RECIPES
 from jax_megamoe.plan import plan_mega_moe
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.launch import KernelLaunch, parameter_block
@@ -51,20 +51,20 @@ ACTIVATIONS = {
 def cases() -> Iterator[tuple[str, DeviceSpec, MoEConfig]]:
     """DeepSeek-V3's experts in every format, with its activations and shared experts."""
     shape = dict(num_experts=256, top_k=8, hidden_size=7168, intermediate_size=2048)
-    for form, (label, activation) in product(WEIGHT_FORMATS.values(), ACTIVATIONS.items()):
-        if activation.name not in form.activations:
+    for form, (label, activation) in product(RECIPES.values(), ACTIVATIONS.items()):
+        if activation.name not in form.functions:
             continue
         for shared in (None, *form.shared_formats):
             words = (form.name, label, f"shared {shared}" if shared else "")
             moe = MoEConfig(
                 **shape,
                 max_num_tokens=max(TOKENS),
-                weight_format=form,
+                weight_format=form.name,
                 activation=activation,
                 num_shared_experts=int(shared is not None),
                 shared_format=shared,
             )
-            yield ", ".join(filter(None, words)), SM90 if form is FP8_BLOCK else SM100, moe
+            yield ", ".join(filter(None, words)), SM90 if form.weights is FP8_BLOCK else SM100, moe
 
 
 COLUMNS = (

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from jax_megamoe.config import MoEConfig
-from jax_megamoe.formats import WEIGHT_FORMATS
+from jax_megamoe.formats import RECIPES
 from jax_megamoe.plan import plan_mega_moe
 from jax_megamoe.runtime.devices import KNOWN_DEVICES
 from jax_megamoe.weights.params import parameter_shapes
@@ -53,9 +53,9 @@ def table() -> str:
 
 def _config(sizes: dict[str, int], form: str, max_num_tokens: int) -> MoEConfig:
     """The layer; its shared expert is fused where the format fuses one."""
-    fused = sizes.get("num_shared_experts", 0) if WEIGHT_FORMATS[form].shared_formats else 0
+    fused = sizes.get("num_shared_experts", 0) if RECIPES[form].shared_formats else 0
     fields: dict[str, Any] = {**sizes, "num_shared_experts": fused}
-    return MoEConfig(**fields, max_num_tokens=max_num_tokens, weight_format=WEIGHT_FORMATS[form])
+    return MoEConfig(**fields, max_num_tokens=max_num_tokens, weight_format=form)
 
 
 def _parameters(sizes: dict[str, int], ranks: int, form: str) -> str:

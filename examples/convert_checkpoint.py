@@ -1,4 +1,4 @@
-"""A checkpoint converted once to kernel layout, in two formats, and mapped from then on."""
+"""A checkpoint converted once to kernel layout, in two formats, and read as it is from then on."""
 
 import tempfile
 from pathlib import Path
@@ -25,7 +25,7 @@ topk_weights, topk_ids = jax.lax.top_k(router, stored.top_k)
 
 
 def convert(checkpoint: Path, form: str) -> None:
-    """The experts in a format: converted to a file beside the checkpoint, mapped and compared."""
+    """The experts in a format: converted to a file beside the checkpoint, read and compared."""
     (layer,) = mm.convert_checkpoint(
         checkpoint,
         checkpoint.with_name(f"{form}.safetensors"),
@@ -36,7 +36,6 @@ def convert(checkpoint: Path, form: str) -> None:
         top_k=stored.top_k,
         max_num_tokens=stored.max_num_tokens,
     )
-    # On a CPU device the parameters are pages of the file, which are read when they are used.
     weights = mm.load_converted(layer.path, layer.config)
 
     again = mm.load_experts(layer.config, checkpoint, prefix=EXPERTS, progress=False)

@@ -24,8 +24,10 @@ std::unique_ptr<const Driver> Open() {
   const std::string path = named != nullptr && *named != '\0' ? named : kLibrary;
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
+    const char* reason = dlerror();
     throw LaunchError(ffi::ErrorCode::kFailedPrecondition,
-                      Message(path, "the CUDA driver library", dlerror(), kDriverHint));
+                      Message(path, "the CUDA driver library",
+                              reason != nullptr ? reason : "an unknown error", kDriverHint));
   }
   auto driver = std::make_unique<Driver>();
   const auto resolve = [&](auto& function, const char* name) {

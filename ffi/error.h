@@ -14,10 +14,17 @@ namespace jax_megamoe {
 
 namespace ffi = ::xla::ffi;
 
+// `text` as every receiver of an error takes it: UTF-8 without control characters but newline and
+// tab. Other bytes become "\\xNN". Paths, plans and other libraries put any bytes into messages;
+// XLA and Python cut them at a NUL, and Python replaces an error whose text it cannot decode.
+std::string Printable(std::string_view text);
+
+bool IsUtf8(std::string_view text);
+
 class LaunchError : public std::runtime_error {
  public:
   LaunchError(ffi::ErrorCode code, const std::string& message)
-      : std::runtime_error(message), code(code) {}
+      : std::runtime_error(Printable(message)), code(code) {}
 
   const ffi::ErrorCode code;
 };

@@ -22,7 +22,7 @@ ffi::Error Guard(Function function) {
   } catch (const LaunchError& error) {
     return ffi::Error(error.code, std::string("jax_megamoe: ") + error.what());
   } catch (const std::exception& error) {
-    return ffi::Error(ffi::ErrorCode::kInternal, std::string("jax_megamoe: ") + error.what());
+    return ffi::Error(ffi::ErrorCode::kInternal, "jax_megamoe: " + Printable(error.what()));
   } catch (...) {
     return ffi::Error(ffi::ErrorCode::kInternal, "jax_megamoe: unknown exception");
   }

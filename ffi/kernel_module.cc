@@ -39,7 +39,7 @@ KernelModules& KernelModules::Get() {
 
 CUkernel KernelModules::LoadLibrary(const Driver& driver, const Kernel& kernel,
                                     const std::string& cubin) {
-  if (const auto found = kernels_.find(kernel.key); found != kernels_.end()) return found->second;
+  if (const auto found = kernels_.find(kernel.spec); found != kernels_.end()) return found->second;
   CUlibrary library;
   driver.Check(
       driver.cuLibraryLoadData(&library, cubin.data(), nullptr, nullptr, 0, nullptr, nullptr, 0),
@@ -51,7 +51,7 @@ CUkernel KernelModules::LoadLibrary(const Driver& driver, const Kernel& kernel,
   }
   CUkernel handle;
   driver.Check(driver.cuLibraryEnumerateKernels(&handle, 1, library), "cuLibraryEnumerateKernels");
-  kernels_.emplace(kernel.key, handle);
+  kernels_.emplace(kernel.spec, handle);
   return handle;
 }
 
@@ -60,7 +60,7 @@ CUfunction KernelModules::Load(const Driver& driver, int ordinal, const Kernel& 
   std::lock_guard lock(mutex_);
   const CUkernel handle = LoadLibrary(driver, kernel, cubin);
   CheckParameters(driver, handle, kernel.symbol, launch);
-  const auto [entry, inserted] = functions_.try_emplace({kernel.key, ordinal});
+  const auto [entry, inserted] = functions_.try_emplace({kernel.spec, ordinal});
   Function& function = entry->second;
   if (inserted) {
     const CUresult result = driver.cuKernelGetFunction(&function.handle, handle);

@@ -36,8 +36,8 @@ class KernelModules {
   CUkernel LoadLibrary(const Driver& driver, const Kernel& kernel, const std::string& cubin);
 
   std::mutex mutex_;
-  std::map<std::string, CUkernel> kernels_;
-  std::map<std::pair<std::string, int>, Function> functions_;
+  std::map<std::string, CUkernel> kernels_;                    // by specification
+  std::map<std::pair<std::string, int>, Function> functions_;  // and device
 };
 
 }  // namespace jax_megamoe

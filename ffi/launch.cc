@@ -10,12 +10,6 @@
 namespace jax_megamoe {
 namespace {
 
-std::vector<size_t> Sizes(const std::vector<CallBuffers::Array>& arrays) {
-  std::vector<size_t> sizes;
-  for (const auto& array : arrays) sizes.push_back(array.num_bytes);
-  return sizes;
-}
-
 // What addresses stand for in one call.
 struct Bases {
   const CallBuffers& buffers;
@@ -100,7 +94,8 @@ void LaunchKernel(const Driver& driver, const KernelLaunch& launch, const std::s
 
 }  // namespace
 
-Program::Program(LaunchPlan plan, bool captured) : plan_(std::move(plan)), captured_(captured) {
+Program::Program(LaunchPlan plan, bool captured)
+    : plan_(std::move(plan)), accesses_(ListAccesses(plan_)), captured_(captured) {
   for (const Kernel& kernel : plan_.kernels) cubins_.push_back(Cubins::Get().Find(kernel));
 }
 
@@ -108,7 +103,7 @@ Program::~Program() {
   for (const int ordinal : pinned_) SymmetricBuffers::Get().Unpin(plan_.buffer_key, ordinal);
 }
 
-std::shared_ptr<const SymmetricBuffer> Program::FindSymmetricBuffer(int ordinal) {
+std::shared_ptr<const SymmetricBuffer> Program::FindSymmetricBuffer(int ordinal) const {
   auto buffer = SymmetricBuffers::Get().Find(plan_.buffer_key, ordinal);
   const auto name = [&] { return "symmetric buffer \"" + plan_.buffer_key + "\""; };
   if (buffer->num_bytes < plan_.buffer_bytes) {
@@ -136,14 +131,14 @@ Program::Device Program::LoadOn(int ordinal) const {
   return device;
 }
 
-const Program::Device& Program::Prepared(int ordinal, const CallBuffers& buffers) {
+const Program::Device& Program::Prepared(int ordinal) {
   std::lock_guard lock(mutex_);
   if (const auto found = devices_.find(ordinal); found != devices_.end()) return found->second;
-  CheckBounds(plan_, Sizes(buffers.operands), Sizes(buffers.results));
-  std::vector<int> ordinals = {ordinal};
+  std::set<int> ordinals = {ordinal};
   if (plan_.uses_symmetric_buffer()) {
     FindSymmetricBuffer(ordinal);
-    ordinals = SymmetricBuffers::Get().Ordinals(plan_.buffer_key);
+    // Without `ordinal`, if the buffer is unregistered between these two lines.
+    for (const int each : SymmetricBuffers::Get().Ordinals(plan_.buffer_key)) ordinals.insert(each);
   }
   for (const int each : ordinals) {
     if (!devices_.contains(each)) devices_.emplace(each, LoadOn(each));
@@ -153,7 +148,8 @@ const Program::Device& Program::Prepared(int ordinal, const CallBuffers& buffers
 }
 
 void Program::Prepare(int ordinal, const CallBuffers& buffers) {
-  Prepared(ordinal, buffers);
+  CheckBounds(plan_, accesses_, buffers);
+  Prepared(ordinal);
   if (!plan_.uses_symmetric_buffer()) return;
   FindSymmetricBuffer(ordinal);
   std::lock_guard lock(mutex_);
@@ -164,7 +160,9 @@ void Program::Prepare(int ordinal, const CallBuffers& buffers) {
 }
 
 void Program::Launch(int ordinal, CUstream stream, const CallBuffers& buffers) {
-  const Device& device = Prepared(ordinal, buffers);
+  CheckBounds(plan_, accesses_, buffers);
+  const Device& device = Prepared(ordinal);
+  // Held until all steps are enqueued: who unregisters the buffer waits for that.
   const auto symmetric_buffer =
       plan_.uses_symmetric_buffer() ? FindSymmetricBuffer(ordinal) : nullptr;
   const Driver& driver = Driver::Get();

@@ -3,7 +3,6 @@
 #ifndef JAX_MEGAMOE_FFI_LAUNCH_H_
 #define JAX_MEGAMOE_FFI_LAUNCH_H_
 
-#include <cstddef>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -17,17 +16,9 @@
 
 namespace jax_megamoe {
 
-// Device addresses and byte sizes of a call's operands and results.
-struct CallBuffers {
-  struct Array {
-    void* data;
-    size_t num_bytes;
-  };
-  std::vector<Array> operands;
-  std::vector<Array> results;
-};
-
-// One call site of one executable. Several devices and threads use it at once.
+// One call site of one executable. Several devices and threads use it at once, and buffers may be
+// registered and unregistered meanwhile: a launch that finds its buffer enqueues all steps before
+// the buffer may go, another throws LaunchError before the first step.
 class Program {
  public:
   // Gets the machine code of every kernel. With `captured`, launches may be captured into CUDA
@@ -43,7 +34,7 @@ class Program {
   void Prepare(int ordinal, const CallBuffers& buffers);
 
   // Enqueues the plan's steps. Loads nothing, allocates nothing on the device and waits for
-  // nothing, if `Prepare` ran before.
+  // nothing, if `Prepare` ran before. Checks its arrays, which need not be those of `Prepare`.
   void Launch(int ordinal, CUstream stream, const CallBuffers& buffers);
 
  private:
@@ -52,11 +43,12 @@ class Program {
     std::vector<CUfunction> functions;  // by step; null for a fill
   };
 
-  const Device& Prepared(int ordinal, const CallBuffers& buffers);
+  const Device& Prepared(int ordinal);
   Device LoadOn(int ordinal) const;
-  std::shared_ptr<const SymmetricBuffer> FindSymmetricBuffer(int ordinal);
+  std::shared_ptr<const SymmetricBuffer> FindSymmetricBuffer(int ordinal) const;
 
   const LaunchPlan plan_;
+  const std::vector<Access> accesses_;  // into plan_
   const bool captured_;
   std::vector<std::shared_ptr<const std::string>> cubins_;  // by kernel
   std::mutex mutex_;

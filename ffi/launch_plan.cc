@@ -1,8 +1,8 @@
 #include "ffi/launch_plan.h"
 
-#include <algorithm>
+#include <cmath>
+#include <cstdio>
 #include <limits>
-#include <optional>
 #include <string_view>
 #include <utility>
 
@@ -41,13 +41,21 @@ class Reader {
   }
 
   float Float(std::string_view name) const {
-    return static_cast<float>(Get<double>(name, "a float64"));
+    const double value = Get<double>(name, "a float64");
+    if (std::isfinite(value) && std::abs(value) > std::numeric_limits<float>::max()) {
+      char digits[32];
+      std::snprintf(digits, sizeof digits, "%g", value);
+      Reject(Path(name), "a number that a float32 can hold", digits);
+    }
+    return static_cast<float>(value);
   }
 
   bool Bool(std::string_view name) const { return Get<bool>(name, "a bool"); }
 
   std::string String(std::string_view name) const {
-    return std::string(Get<std::string_view>(name, "a string"));
+    const std::string text(Get<std::string_view>(name, "a string"));
+    if (!IsUtf8(text)) Reject(Path(name), "UTF-8", text);
+    return text;
   }
 
   template <typename T, size_t n>
@@ -126,6 +134,7 @@ Address DecodeAddress(const Reader& reader, const LaunchPlan& plan) {
 TensorMap DecodeTensorMap(const Reader& reader, const LaunchPlan& plan) {
   TensorMap map;
   map.base = DecodeAddress(reader, plan);
+  if (map.base.base == Address::Base::kNull) Reject(reader.Path("base"), "an array", "null");
   map.rank = reader.Int("rank", 1, kMaxTensorMapRank);
   map.data_type = reader.Int("dtype", 0, 15);
   // The limits of cuTensorMapEncodeTiled.
@@ -211,39 +220,29 @@ KernelLaunch DecodeKernelLaunch(const Reader& reader, const LaunchPlan& plan) {
   return launch;
 }
 
-// What a step touches: bytes [offset, offset + extent) of an address, under the name to report.
-struct Access {
-  std::string name;
-  const Address* address;
-  uint64_t extent;
-};
-
-std::vector<Access> Accesses(const LaunchPlan& plan) {
-  std::vector<Access> accesses;
-  for (size_t i = 0; i < plan.steps.size(); ++i) {
-    const std::string step = "steps." + std::to_string(i);
-    if (const auto* fill = std::get_if<Fill>(&plan.steps[i])) {
-      accesses.push_back({step, &fill->address, fill->num_bytes});
-      continue;
-    }
-    for (const Argument& argument : std::get<KernelLaunch>(plan.steps[i]).arguments) {
-      const std::string name = step + " argument " + argument.name;
-      if (const auto* map = std::get_if<TensorMap>(&argument.value)) {
-        accesses.push_back({name, &map->base, ExtentBytes(*map)});
-      } else if (const auto* pointer = std::get_if<Address>(&argument.value)) {
-        accesses.push_back({name, pointer, 0});
-      }
-    }
-  }
-  return accesses;
-}
-
-void CheckAccess(const Access& access, const std::string& array, uint64_t num_bytes) {
+void CheckAccess(const Access& access, const char* kind, size_t index, uint64_t num_bytes) {
   const uint64_t offset = access.address->offset;
   if (offset <= num_bytes && access.extent <= num_bytes - offset) return;
-  Reject(access.name,
-         "offset and extent inside the " + std::to_string(num_bytes) + " bytes of " + array,
+  std::string name = "steps." + std::to_string(access.step);
+  if (access.argument != nullptr) name += " argument " + access.argument->name;
+  const bool symmetric = access.address->base == Address::Base::kSymmetricBuffer;
+  const std::string array = symmetric ? kind : std::string(kind) + " " + std::to_string(index);
+  Reject(name, "offset and extent inside the " + std::to_string(num_bytes) + " bytes of " + array,
          "offset " + std::to_string(offset) + " and extent " + std::to_string(access.extent));
+}
+
+void CheckArray(const Access& access, const char* kind,
+                const std::vector<CallBuffers::Array>& arrays) {
+  const size_t index = access.address->index;
+  const CallBuffers::Array& array = arrays[index];
+  if (array.data == nullptr && array.num_bytes > 0) {
+    Reject(kind + (" " + std::to_string(index)), "an address", "null");
+  }
+  CheckAccess(access, kind, index, array.num_bytes);
+}
+
+void CheckCount(const char* what, size_t expected, size_t got) {
+  if (expected != got) Reject(what, std::to_string(expected), std::to_string(got));
 }
 
 }  // namespace
@@ -263,7 +262,7 @@ LaunchPlan DecodeLaunchPlan(const ffi::Dictionary& attributes) {
   plan.buffer_key = reader.String("buffer_key");
   plan.buffer_bytes = reader.Int("buffer_bytes", 0, kInt64Max);
   for (const Reader& entry : reader.List("kernels", 0, kMaxSteps)) {
-    plan.kernels.push_back({entry.String("key"), entry.String("symbol"), entry.String("spec")});
+    plan.kernels.push_back({entry.String("symbol"), entry.String("spec")});
   }
   for (const Reader& entry : reader.List("steps", 1, kMaxSteps)) {
     const std::string kind = entry.String("kind");
@@ -278,27 +277,41 @@ LaunchPlan DecodeLaunchPlan(const ffi::Dictionary& attributes) {
       Reject(entry.Path("kind"), "launch or fill", kind);
     }
   }
-  for (const Access& access : Accesses(plan)) {
+  for (const Access& access : ListAccesses(plan)) {
     if (access.address->base == Address::Base::kSymmetricBuffer) {
-      CheckAccess(access, "the symmetric buffer", plan.buffer_bytes);
+      CheckAccess(access, "the symmetric buffer", 0, plan.buffer_bytes);
     }
   }
   return plan;
 }
 
-void CheckBounds(const LaunchPlan& plan, const std::vector<size_t>& operand_bytes,
-                 const std::vector<size_t>& result_bytes) {
-  const auto count = [](const char* what, size_t expected, size_t got) {
-    if (expected != got) Reject(what, std::to_string(expected), std::to_string(got));
-  };
-  count("number of operands", plan.num_operands, operand_bytes.size());
-  count("number of results", plan.num_results, result_bytes.size());
-  for (const Access& access : Accesses(plan)) {
-    const size_t index = access.address->index;
+std::vector<Access> ListAccesses(const LaunchPlan& plan) {
+  std::vector<Access> accesses;
+  for (size_t i = 0; i < plan.steps.size(); ++i) {
+    if (const auto* fill = std::get_if<Fill>(&plan.steps[i])) {
+      accesses.push_back({&fill->address, fill->num_bytes, i, nullptr});
+      continue;
+    }
+    for (const Argument& argument : std::get<KernelLaunch>(plan.steps[i]).arguments) {
+      if (const auto* map = std::get_if<TensorMap>(&argument.value)) {
+        accesses.push_back({&map->base, ExtentBytes(*map), i, &argument});
+      } else if (const auto* pointer = std::get_if<Address>(&argument.value)) {
+        accesses.push_back({pointer, 0, i, &argument});
+      }
+    }
+  }
+  return accesses;
+}
+
+void CheckBounds(const LaunchPlan& plan, const std::vector<Access>& accesses,
+                 const CallBuffers& buffers) {
+  CheckCount("number of operands", plan.num_operands, buffers.operands.size());
+  CheckCount("number of results", plan.num_results, buffers.results.size());
+  for (const Access& access : accesses) {
     if (access.address->base == Address::Base::kOperand) {
-      CheckAccess(access, "operand " + std::to_string(index), operand_bytes[index]);
+      CheckArray(access, "operand", buffers.operands);
     } else if (access.address->base == Address::Base::kResult) {
-      CheckAccess(access, "result " + std::to_string(index), result_bytes[index]);
+      CheckArray(access, "result", buffers.results);
     }
   }
 }

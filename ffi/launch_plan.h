@@ -71,10 +71,9 @@ struct Fill {
   uint64_t num_bytes = 0;
 };
 
-// A kernel by the hash of its specification, and the specification (JSON) for whoever must build
-// it.
+// A kernel by its specification (JSON), which is also what a provider of machine code is given:
+// nothing else identifies it. The symbol is for messages.
 struct Kernel {
-  std::string key;
   std::string symbol;
   std::string spec;
 };
@@ -95,10 +94,31 @@ struct LaunchPlan {
 // what was got.
 LaunchPlan DecodeLaunchPlan(const ffi::Dictionary& attributes);
 
-// Checks that everything the plan reads or writes through operands and results lies inside arrays
-// of these byte sizes. Throws LaunchError.
-void CheckBounds(const LaunchPlan& plan, const std::vector<size_t>& operand_bytes,
-                 const std::vector<size_t>& result_bytes);
+// Device addresses and byte sizes of a call's operands and results.
+struct CallBuffers {
+  struct Array {
+    void* data;
+    size_t num_bytes;
+  };
+  std::vector<Array> operands;
+  std::vector<Array> results;
+};
+
+// What a step touches: `extent` bytes of an address of the plan.
+struct Access {
+  const Address* address;
+  uint64_t extent;
+  size_t step;
+  const Argument* argument;  // null for a fill
+};
+
+// Everything that the plan, which must outlive the list, touches.
+std::vector<Access> ListAccesses(const LaunchPlan& plan);
+
+// Checks a call's arrays: as many as the plan has, and around every access. Each launch does it, so
+// it allocates nothing unless it throws LaunchError.
+void CheckBounds(const LaunchPlan& plan, const std::vector<Access>& accesses,
+                 const CallBuffers& buffers);
 
 }  // namespace jax_megamoe
 

@@ -38,6 +38,18 @@ nb::dict Type(ffi::TypeId* id, const XLA_FFI_TypeInfo* info) {
   return registration;
 }
 
+// The text of any Python object as UTF-8. File names bring lone surrogates, which no UTF-8 has, and
+// an exception's __str__ may itself raise.
+std::string Text(nb::handle object) {
+  try {
+    const nb::object encoded = nb::str(object).attr("encode")("utf-8", "backslashreplace");
+    const auto text = nb::cast<nb::bytes>(encoded);
+    return std::string(text.c_str(), text.size());
+  } catch (const nb::python_error&) {
+    return "no text";
+  }
+}
+
 // Calls back into Python from whichever thread XLA instantiates on.
 void SetCubinProvider(nb::callable provider) {
   // Kept for the rest of the process: there is no safe moment to drop a reference to it.
@@ -45,15 +57,16 @@ void SetCubinProvider(nb::callable provider) {
   Cubins::Get().SetProvider([function](const std::string& spec) {
     nb::gil_scoped_acquire gil;
     try {
-      const auto cubin = nb::cast<nb::bytes>((*function)(spec));
+      const nb::object made = (*function)(spec);
+      if (!nb::isinstance<nb::bytes>(made)) {
+        throw LaunchError(ffi::ErrorCode::kInternal,
+                          Message("cubin provider", "bytes", Text(made.type().attr("__name__"))));
+      }
+      const auto cubin = nb::cast<nb::bytes>(made);
       return std::string(cubin.c_str(), cubin.size());
     } catch (const nb::python_error& error) {
-      const nb::str type(error.type().attr("__name__"));
       throw LaunchError(ffi::ErrorCode::kFailedPrecondition,
-                        std::string(type.c_str()) + ": " + nb::str(error.value()).c_str());
-    } catch (const nb::cast_error&) {
-      throw LaunchError(ffi::ErrorCode::kInternal,
-                        "cubin provider: expected bytes, got another type");
+                        Text(error.type().attr("__name__")) + ": " + Text(error.value()));
     }
   });
 }
@@ -131,7 +144,8 @@ NB_MODULE(_ffi, m) {
   m.def(
       "unregister_symmetric_buffer",
       [](const std::string& key, int ordinal) { SymmetricBuffers::Get().Unregister(key, ordinal); },
-      nb::arg("key"), nb::arg("device_ordinal"));
+      nb::arg("key"), nb::arg("device_ordinal"),
+      nb::call_guard<nb::gil_scoped_release>());  // it waits for launches
 }
 
 }  // namespace jax_megamoe

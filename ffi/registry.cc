@@ -34,25 +34,30 @@ void SymmetricBuffers::Register(const std::string& key, int ordinal, uint64_t ba
     Reject("peer_bases[" + std::to_string(rank) + "]", "the own base " + std::to_string(base),
            std::to_string(peer_bases[rank]));
   }
-  if (base == 0 || base % kBufferAlignment != 0) {
-    Reject("base", "an address aligned to 128 bytes", std::to_string(base));
-  }
-  auto buffer = std::make_shared<SymmetricBuffer>();
-  buffer->argument.base = static_cast<int64_t>(base);
   for (int64_t i = 0; i < num_ranks; ++i) {
-    buffer->argument.peer_offsets[i] = static_cast<int64_t>(peer_bases[i] - base);
+    if (peer_bases[i] == 0 || peer_bases[i] % kBufferAlignment != 0) {
+      Reject("peer_bases[" + std::to_string(i) + "]", "an address aligned to 128 bytes",
+             std::to_string(peer_bases[i]));
+    }
   }
-  buffer->argument.rank = static_cast<uint32_t>(rank);
-  buffer->num_ranks = static_cast<uint32_t>(num_ranks);
-  buffer->num_bytes = num_bytes;
+  if (num_bytes == 0) Reject("num_bytes", "at least 1", "0");
+  auto entry = std::make_shared<Entry>();
+  entry->buffer.argument.base = static_cast<int64_t>(base);
+  for (int64_t i = 0; i < num_ranks; ++i) {
+    entry->buffer.argument.peer_offsets[i] = static_cast<int64_t>(peer_bases[i] - base);
+  }
+  entry->buffer.argument.rank = static_cast<uint32_t>(rank);
+  entry->buffer.num_ranks = static_cast<uint32_t>(num_ranks);
+  entry->buffer.num_bytes = num_bytes;
   std::lock_guard lock(mutex_);
-  if (!entries_.try_emplace({key, ordinal}, Entry{std::move(buffer)}).second) {
+  if (!entries_.try_emplace({key, ordinal}, std::move(entry)).second) {
     Reject(BufferName(key, ordinal), "a name not in use", "one already registered",
            "unregister it first");
   }
 }
 
-SymmetricBuffers::Entry& SymmetricBuffers::At(const std::string& key, int ordinal) {
+const std::shared_ptr<SymmetricBuffers::Entry>& SymmetricBuffers::At(const std::string& key,
+                                                                     int ordinal) {
   const auto found = entries_.find({key, ordinal});
   if (found == entries_.end()) {
     throw LaunchError(ffi::ErrorCode::kFailedPrecondition,
@@ -63,20 +68,34 @@ SymmetricBuffers::Entry& SymmetricBuffers::At(const std::string& key, int ordina
 }
 
 void SymmetricBuffers::Unregister(const std::string& key, int ordinal) {
-  std::lock_guard lock(mutex_);
-  const int pins = At(key, ordinal).pins;
-  if (pins > 0) {
+  std::unique_lock lock(mutex_);
+  const std::shared_ptr<Entry> entry = At(key, ordinal);
+  if (entry->pins > 0) {
     throw LaunchError(ffi::ErrorCode::kFailedPrecondition,
                       Message(BufferName(key, ordinal), "no executable that holds its address",
-                              std::to_string(pins) + " with CUDA graphs",
+                              std::to_string(entry->pins) + " with CUDA graphs",
                               "drop the jitted functions first, or call jax.clear_caches()"));
   }
+  // Erased before waiting: launches that come meanwhile are refused and cannot prolong it.
   entries_.erase({key, ordinal});
+  unused_.wait(lock, [&] { return entry->uses == 0; });
 }
 
 std::shared_ptr<const SymmetricBuffer> SymmetricBuffers::Find(const std::string& key, int ordinal) {
-  std::lock_guard lock(mutex_);
-  return At(key, ordinal).buffer;
+  std::shared_ptr<Entry> entry;
+  {
+    std::lock_guard lock(mutex_);
+    entry = At(key, ordinal);
+    ++entry->uses;
+  }
+  const auto release = [this, entry](const SymmetricBuffer*) {
+    {
+      std::lock_guard lock(mutex_);
+      --entry->uses;
+    }
+    unused_.notify_all();
+  };
+  return std::shared_ptr<const SymmetricBuffer>(&entry->buffer, release);
 }
 
 std::vector<int> SymmetricBuffers::Ordinals(const std::string& key) {
@@ -90,13 +109,13 @@ std::vector<int> SymmetricBuffers::Ordinals(const std::string& key) {
 
 void SymmetricBuffers::Pin(const std::string& key, int ordinal) {
   std::lock_guard lock(mutex_);
-  ++At(key, ordinal).pins;
+  ++At(key, ordinal)->pins;
 }
 
 void SymmetricBuffers::Unpin(const std::string& key, int ordinal) {
   std::lock_guard lock(mutex_);
   if (const auto found = entries_.find({key, ordinal}); found != entries_.end()) {
-    --found->second.pins;
+    --found->second->pins;
   }
 }
 
@@ -114,7 +133,7 @@ std::shared_ptr<const std::string> Cubins::Find(const Kernel& kernel) {
   Provider provider;
   {
     std::lock_guard lock(mutex_);
-    if (const auto found = cubins_.find(kernel.key); found != cubins_.end()) return found->second;
+    if (const auto found = cubins_.find(kernel.spec); found != cubins_.end()) return found->second;
     provider = provider_;
   }
   if (provider == nullptr) {
@@ -124,7 +143,7 @@ std::shared_ptr<const std::string> Cubins::Find(const Kernel& kernel) {
   }
   auto cubin = std::make_shared<const std::string>(provider(kernel.spec));
   std::lock_guard lock(mutex_);
-  return cubins_.try_emplace(kernel.key, std::move(cubin)).first->second;
+  return cubins_.try_emplace(kernel.spec, std::move(cubin)).first->second;
 }
 
 }  // namespace jax_megamoe

@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from jax_megamoe.config import Activation as Activation
 from jax_megamoe.config import MoEConfig as MoEConfig
+from jax_megamoe.formats import ACTIVATION_FORMATS as ACTIVATION_FORMATS
 from jax_megamoe.formats import BF16 as BF16
 from jax_megamoe.formats import FP8_BLOCK as FP8_BLOCK
 from jax_megamoe.formats import MXFP4 as MXFP4
 from jax_megamoe.formats import MXFP8 as MXFP8
 from jax_megamoe.formats import NVFP4 as NVFP4
+from jax_megamoe.formats import RECIPES as RECIPES
 from jax_megamoe.formats import WEIGHT_FORMATS as WEIGHT_FORMATS
+from jax_megamoe.formats import ActivationFormat as ActivationFormat
+from jax_megamoe.formats import Recipe as Recipe
 from jax_megamoe.formats import WeightFormat as WeightFormat
 from jax_megamoe.launch.deep_gemm import allocate_buffers as allocate_buffers
 from jax_megamoe.launch.deep_gemm import check_supported as check_supported

@@ -9,11 +9,26 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, SupportsIndex
 
+_LONGEST = 2000
+"""Characters of each part of a message; names and values from files have any length."""
+
 
 def message(argument: str, expected: str, got: object, hint: str = "") -> str:
     """`argument: expected ..., got ...`, with an optional hint after it."""
-    text = f"{argument}: expected {expected}, got {got}"
+    text = f"{_short(argument)}: expected {_short(expected)}, got {_short(str(got))}"
     return f"{text}; {hint}" if hint else text
+
+
+def described(error: BaseException) -> str:
+    """`Type: text` of an error that somebody else raised; the type alone where it has no text."""
+    name, text = type(error).__name__, str(error)
+    return f"{name}: {text}" if text else name
+
+
+def _short(text: str) -> str:
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[:_LONGEST]}... ({len(text)} characters)"
 
 
 def integer(argument: str, value: object, *, minimum: int = 0, hint: str = "") -> int:

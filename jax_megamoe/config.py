@@ -10,7 +10,16 @@ import math
 from dataclasses import dataclass
 
 from jax_megamoe import _checks
-from jax_megamoe.formats import MXFP4, WeightFormat, as_weight_format
+from jax_megamoe.formats import (
+    ACTIVATION_FORMATS,
+    MXFP4,
+    RECIPES,
+    WEIGHT_FORMATS,
+    ActivationFormat,
+    Recipe,
+    WeightFormat,
+    recipe_of,
+)
 
 SIZE_MULTIPLE = 128
 """hidden_size and intermediate_size are multiples of this in every format."""
@@ -104,7 +113,8 @@ class MoEConfig:
         hidden_size: H, a multiple of 128.
         intermediate_size: I of one routed expert, a multiple of 128.
         max_num_tokens: most tokens a rank passes in one call.
-        weight_format: a `WeightFormat` or its name.
+        weight_format: a `WeightFormat`, its name, or the name of a `Recipe`, which stands for both
+            formats.
         activation: an `Activation`, or the name of one with its default parameters.
         num_shared_experts: width of a fused shared expert in units of intermediate_size; 0: none.
         num_logical_experts: experts the router knows; None: num_experts. Physical slot p holds
@@ -112,6 +122,8 @@ class MoEConfig:
         shared_format: precision of a fused shared expert; None: the format's default.
         kernel_source: ``"sgl"`` or ``"vllm"`` to force a source of kernels; None: the preferred one
             that can.
+        activation_format: an `ActivationFormat` or its name; None: the default of the weight
+            format. `recipe` is what the pair makes.
         reserved_sms: streaming multiprocessors that the kernel leaves free for others (collectives
             on another stream); an even number.
         fast_math: the kernel's approximate exp and reciprocal.
@@ -133,6 +145,7 @@ class MoEConfig:
     num_logical_experts: int | None = None
     shared_format: str | None = None
     kernel_source: str | None = None
+    activation_format: ActivationFormat | None = None
     reserved_sms: int = 0
     fast_math: bool = True
 
@@ -141,11 +154,40 @@ class MoEConfig:
             object.__setattr__(self, field, _checks.integer(field, getattr(self, field), minimum=1))
         for field in ("num_shared_experts", "reserved_sms"):
             object.__setattr__(self, field, _checks.integer(field, getattr(self, field)))
-        object.__setattr__(self, "weight_format", as_weight_format(self.weight_format))
+        self._set_formats()
         if isinstance(self.activation, str):
             object.__setattr__(self, "activation", Activation(self.activation))
         self._check_sizes()
         self._check_choices()
+
+    def _set_formats(self) -> None:
+        """Names into formats; the default activation format into None, however it was named."""
+        weights, activations = self.weight_format, self.activation_format
+        named: Recipe | None = None
+        if isinstance(weights, str):
+            _checks.one_of("weight_format", weights, [*{**WEIGHT_FORMATS, **RECIPES}])
+            # A name of both stands for the weights: their default recipe is the one of that name.
+            named = None if weights in WEIGHT_FORMATS else RECIPES[weights]
+            weights = WEIGHT_FORMATS[weights] if named is None else named.weights
+        if isinstance(activations, str):
+            _checks.one_of("activation_format", activations, ACTIVATION_FORMATS)
+            activations = ACTIVATION_FORMATS[activations]
+        if named is not None:
+            if activations not in (None, named.activations):
+                expected = f"None or {named.activations.name} for the recipe {named.name}"
+                raise ValueError(_checks.message("activation_format", expected, activations))
+            activations = named.activations
+        for name, value, kind in (
+            ("weight_format", weights, WeightFormat),
+            ("activation_format", activations, ActivationFormat | None),
+        ):
+            if not isinstance(value, kind):
+                expected = "a format or the name of one"
+                raise TypeError(_checks.message(name, expected, type(value).__name__))
+        if recipe_of(weights, activations) is recipe_of(weights):
+            activations = None
+        object.__setattr__(self, "weight_format", weights)
+        object.__setattr__(self, "activation_format", activations)
 
     def _check_sizes(self) -> None:
         _checks.multiple("hidden_size", self.hidden_size, SIZE_MULTIPLE)
@@ -168,16 +210,21 @@ class MoEConfig:
             raise TypeError(
                 _checks.message("activation", "an Activation or its name", repr(self.activation))
             )
-        form = self.weight_format
-        _checks.one_of(f"activation of {form.name}", self.activation.name, form.activations)
-        if self.shared_format is not None:
-            _checks.one_of(f"shared_format of {form.name}", self.shared_format, form.shared_formats)
-        elif form.shared_formats:
-            object.__setattr__(self, "shared_format", form.shared_formats[0])
+        recipe, shared = self.recipe, self.shared_format
+        _checks.one_of(f"activation of {recipe.name}", self.activation.name, recipe.functions)
+        if shared is not None:
+            _checks.one_of(f"shared_format of {recipe.name}", shared, recipe.shared_formats)
+        elif recipe.shared_formats:
+            object.__setattr__(self, "shared_format", recipe.shared_formats[0])
         if self.kernel_source is not None:
             _checks.one_of("kernel_source", self.kernel_source, ("sgl", "vllm"))
         if not isinstance(self.fast_math, bool):
             raise TypeError(_checks.message("fast_math", "a bool", repr(self.fast_math)))
+
+    @property
+    def recipe(self) -> Recipe:
+        """What the weight format and the activation format make together."""
+        return recipe_of(self.weight_format, self.activation_format)
 
     @property
     def logical_experts(self) -> int:

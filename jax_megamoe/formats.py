@@ -1,6 +1,7 @@
-"""The weight formats: how a weight is stored and scaled, and what may be fused with it.
+"""Formats of weights and of activations, and the recipes: which meet in one layer.
 
-Plain data: dtype names are strings, so that `plan/` can read the table without importing JAX.
+Plain data: dtype names are strings, so that `plan/` can read the tables without importing JAX.
+A kernel family (`plan/families/`) names the recipe that it runs.
 """
 
 from collections.abc import Mapping
@@ -11,7 +12,6 @@ from typing import Literal
 from jax_megamoe import _checks
 
 ScaleKind = Literal["none", "ue8m0", "e4m3", "float32"]
-Architecture = Literal["sm100", "sm90"]
 
 INTERLEAVE_8 = "interleave8"
 """Gate and up rows alternate by 8: every kernel but sgl's NVFP4."""
@@ -55,73 +55,130 @@ class WeightSpec:
 
 @dataclass(frozen=True, repr=False)
 class WeightFormat:
-    """A format of the expert weights, and of everything that follows from it.
+    """How the expert weights are stored.
 
     Attributes:
         name: the key in `WEIGHT_FORMATS`.
         weight: storage of a routed expert's matrices.
-        activation_format: what tokens are quantised to before they are dispatched.
-        shared_formats: precisions a fused shared expert may have, the default first; empty: never
-            fused.
-        activations: names of the activations that the format's kernels have.
-        architecture: GPU family whose kernel runs the format.
-        weighs_in_combine: the top-k weight multiplies in the combine (NVFP4) rather than before the
-            second matmul.
     """
 
     name: str
     weight: WeightSpec
-    activation_format: str
-    shared_formats: tuple[str, ...]
-    activations: tuple[str, ...]
-    architecture: Architecture
-    weighs_in_combine: bool = False
 
     def __repr__(self) -> str:
         return f"<WeightFormat {self.name}>"
 
 
-MXFP4 = WeightFormat(
-    "mxfp4",
-    WeightSpec("uint8", 2, "ue8m0", (1, 32)),
-    "mxfp8",
-    ("mxfp8",),
-    ("swiglu", "situ"),
-    "sm100",
-)
-MXFP8 = WeightFormat(
-    "mxfp8",
-    WeightSpec("float8_e4m3fn", 1, "ue8m0", (1, 32)),
-    "mxfp8",
-    ("mxfp8",),
-    ("swiglu", "situ"),
-    "sm100",
-)
-NVFP4 = WeightFormat(
-    "nvfp4",
-    WeightSpec("uint8", 2, "e4m3", (1, 16), has_global_scale=True),
-    "nvfp4",
-    ("mxfp8", "bf16"),
-    ("swiglu",),
-    "sm100",
-    weighs_in_combine=True,
-)
-BF16 = WeightFormat(
-    "bf16", WeightSpec("bfloat16", 1, "none", (0, 0)), "bf16", ("bf16",), ("swiglu",), "sm100"
-)
-FP8_BLOCK = WeightFormat(
-    "fp8_block",
-    WeightSpec("float8_e4m3fn", 1, "float32", (128, 128)),
-    "fp8_block",
-    (),
-    ("swiglu",),
-    "sm90",
-)
+@dataclass(frozen=True, repr=False)
+class ActivationFormat:
+    """What tokens are quantised to when they are dispatched, and the second matmul's input after.
+
+    Attributes:
+        name: the key in `ACTIVATION_FORMATS`.
+        storage: dtype name of the stored values; uint8 holds two FP4 values.
+        values_per_element: values in one stored element.
+        scale: what a block scale is.
+        block: values along a row that share a scale; 0 without scales.
+        has_global_scale: above the block scales a token has a float32 scale of its own, and all
+            second inputs have one, w2_input_scale (NVFP4).
+
+    Source: as of `WeightSpec`; `fp8_block` is DeepSeek-V3's 1x128 with a float32 scale.
+    """
+
+    name: str
+    storage: str
+    values_per_element: int
+    scale: ScaleKind
+    block: int
+    has_global_scale: bool = False
+
+    def __repr__(self) -> str:
+        return f"<ActivationFormat {self.name}>"
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Where between the formats a kernel rounds: kernels of one recipe may differ in it.
+
+    Attributes:
+        weighs_in_combine: the top-k weight multiplies in the combine, after all rounding, rather
+            than before the second matmul's input is quantised.
+        rounds_gate_up: gate, up and the clamp are rounded to BF16 before the activation.
+        floors_scales: NVFP4 block scales do not go below the smallest E4M3 number, and tokens are
+            divided by their scales; else blocks far below their token vanish, and tokens are
+            multiplied by reciprocals. No other format has the choice.
+    """
+
+    weighs_in_combine: bool = False
+    rounds_gate_up: bool = True
+    floors_scales: bool = True
+
+
+@dataclass(frozen=True, repr=False)
+class Recipe:
+    """A weight format and an activation format that meet in one layer, and what comes with them.
+
+    Attributes:
+        name: the key in `RECIPES`.
+        weights: how the routed experts are stored.
+        activations: how tokens and second inputs are quantised.
+        functions: names of the gated activations that kernels of the recipe have.
+        shared_formats: recipes that a fused shared expert may have, by name, the default first;
+            empty: never fused.
+        rounding: of `xla` and `reference` where no kernel's own is asked for.
+    """
+
+    name: str
+    weights: WeightFormat
+    activations: ActivationFormat
+    functions: tuple[str, ...] = ("swiglu",)
+    shared_formats: tuple[str, ...] = ()
+    rounding: Rounding = Rounding()
+
+    def __repr__(self) -> str:
+        return f"<Recipe {self.name}>"
+
+
+MXFP4 = WeightFormat("mxfp4", WeightSpec("uint8", 2, "ue8m0", (1, 32)))
+MXFP8 = WeightFormat("mxfp8", WeightSpec("float8_e4m3fn", 1, "ue8m0", (1, 32)))
+NVFP4 = WeightFormat("nvfp4", WeightSpec("uint8", 2, "e4m3", (1, 16), has_global_scale=True))
+BF16 = WeightFormat("bf16", WeightSpec("bfloat16", 1, "none", (0, 0)))
+FP8_BLOCK = WeightFormat("fp8_block", WeightSpec("float8_e4m3fn", 1, "float32", (128, 128)))
 
 WEIGHT_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
     {f.name: f for f in (MXFP4, MXFP8, NVFP4, BF16, FP8_BLOCK)}
 )
-"""Every format by name."""
+"""Every weight format by name."""
+
+_MXFP8_ACTIVATIONS = ActivationFormat("mxfp8", "float8_e4m3fn", 1, "ue8m0", 32)
+_NVFP4_ACTIVATIONS = ActivationFormat("nvfp4", "uint8", 2, "e4m3", 16, has_global_scale=True)
+_BF16_ACTIVATIONS = ActivationFormat("bf16", "bfloat16", 1, "none", 0)
+_FP8_ACTIVATIONS = ActivationFormat("fp8_block", "float8_e4m3fn", 1, "float32", 128)
+
+ACTIVATION_FORMATS: Mapping[str, ActivationFormat] = MappingProxyType(
+    {
+        f.name: f
+        for f in (_MXFP8_ACTIVATIONS, _NVFP4_ACTIVATIONS, _BF16_ACTIVATIONS, _FP8_ACTIVATIONS)
+    }
+)
+"""Every activation format by name."""
+
+_RECIPES = (
+    Recipe("mxfp4", MXFP4, _MXFP8_ACTIVATIONS, ("swiglu", "situ"), ("mxfp8",)),
+    Recipe("mxfp8", MXFP8, _MXFP8_ACTIVATIONS, ("swiglu", "situ"), ("mxfp8",)),
+    Recipe(
+        "nvfp4",
+        NVFP4,
+        _NVFP4_ACTIVATIONS,
+        shared_formats=("mxfp8", "bf16"),
+        rounding=Rounding(weighs_in_combine=True),
+    ),
+    Recipe("bf16", BF16, _BF16_ACTIVATIONS, shared_formats=("bf16",)),
+    Recipe("fp8_block", FP8_BLOCK, _FP8_ACTIVATIONS, rounding=Rounding(rounds_gate_up=False)),
+)
+
+RECIPES: Mapping[str, Recipe] = MappingProxyType({recipe.name: recipe for recipe in _RECIPES})
+"""Every recipe by name. One named as a weight format is that format's default."""
 
 
 def as_weight_format(value: "str | WeightFormat", argument: str = "weight_format") -> WeightFormat:
@@ -134,3 +191,18 @@ def as_weight_format(value: "str | WeightFormat", argument: str = "weight_format
         return value
     _checks.one_of(argument, value, WEIGHT_FORMATS)
     return WEIGHT_FORMATS[value]
+
+
+def recipe_of(weights: WeightFormat, activations: ActivationFormat | None = None) -> Recipe:
+    """The recipe of a pair; activations None: the default of the weight format.
+
+    Raises:
+        ValueError: no recipe has the pair; the message lists those of the weight format.
+    """
+    if activations is None:
+        return RECIPES[weights.name]
+    known = {recipe.activations.name: recipe for recipe in _RECIPES if recipe.weights == weights}
+    if activations.name not in known:
+        argument = f"activation_format of {weights.name} weights"
+        raise ValueError(_checks.message(argument, f"one of {[*known]}", activations.name))
+    return known[activations.name]

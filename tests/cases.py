@@ -23,12 +23,12 @@ ACTIVATIONS = {
 """Both activations with each of their parameters at work."""
 
 FORMATS = tuple(mm.WEIGHT_FORMATS)
-FUSING = tuple(name for name in FORMATS if mm.WEIGHT_FORMATS[name].shared_formats)
+FUSING = tuple(name for name in FORMATS if mm.RECIPES[name].shared_formats)
 
 
 def activations_of(form: str) -> list[str]:
     """Names in `ACTIVATIONS` that the format has."""
-    allowed = mm.WEIGHT_FORMATS[form].activations
+    allowed = mm.RECIPES[form].functions
     return [name for name, act in ACTIVATIONS.items() if act.name in allowed]
 
 

@@ -76,11 +76,11 @@ def kind_of(activation: mm.Activation) -> str:
 def cells() -> list[Cell]:
     """Every cell that a config can ask for."""
     return [
-        Cell(form.name, name, shared)
-        for form in mm.WEIGHT_FORMATS.values()
+        Cell(recipe.name, name, shared)
+        for recipe in mm.RECIPES.values()
         for name, activation in ACTIVATIONS.items()
-        if activation.name in form.activations
-        for shared in ("", *form.shared_formats)
+        if activation.name in recipe.functions
+        for shared in ("", *recipe.shared_formats)
     ]
 
 
@@ -101,7 +101,7 @@ def golden_records() -> Counter[tuple[Cell, str]]:
 
 def status(cell: Cell, source: str, records: Counter[tuple[Cell, str]]) -> str:
     """What is known of a cell with a source's kernel."""
-    sm90 = mm.WEIGHT_FORMATS[cell.form].architecture == "sm90"
+    sm90 = cell.form == "fp8_block"
     config = mm.MoEConfig(
         **SIZES,
         weight_format=cell.form,
@@ -161,7 +161,7 @@ def summary(statuses: dict[Cell, dict[str, str]]) -> str:
     ]
     for form in mm.WEIGHT_FORMATS.values():
         own = {cell: by_source for cell, by_source in statuses.items() if cell.form == form.name}
-        if form.architecture == "sm90":
+        if form.name == "fp8_block":
             columns = [_summary(own, "sgl"), "no kernel", "no kernel"]
         else:
             columns = ["no kernel", *(_summary(own, source) for source in SOURCES)]

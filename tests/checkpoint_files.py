@@ -14,7 +14,7 @@ import numpy as np
 
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.numerics import quantization
-from jax_megamoe.weights.checkpoint.tensors import DTYPES
+from jax_megamoe.weights.checkpoint.header import DTYPES
 from jax_megamoe.weights.params import ExpertWeights
 
 PREFIX = "model.layers.3.mlp.experts"

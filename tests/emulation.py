@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import logging
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import cases
@@ -79,8 +79,18 @@ class Memory:
         self.allocated: dict[str, list[list[int]]] = {}
         self.num_bytes = 0
 
-    def allocate(self, key: str, num_bytes: int, groups: Sequence[Sequence[jax.Device]]) -> None:
+    def allocate(
+        self,
+        key: str,
+        num_bytes: int,
+        groups: Sequence[Sequence[jax.Device]],
+        *,
+        prepare: Callable[[], object] = lambda: None,
+        **_: Any,
+    ) -> None:
         """Names a buffer on each device; again with the same key, nothing."""
+        if key not in self.allocated:
+            prepare()
         self.num_bytes = num_bytes
         ids = [[device.id for device in group] for group in groups]
         assert self.allocated.setdefault(key, ids) == ids, f"{key} on other devices"

@@ -35,6 +35,8 @@ def moe(
         rounds: False for exact arithmetic on the stored weights.
     """
     form = cfg.weight_format.name
+    # sgl's NVFP4 kernel, whose row order it is, weighs before it quantises and has no floors.
+    early_nvfp4 = weights.layout == "sgl_fp4"
     matrices, every_bias = experts(weights, form), biases(weights)
     a_scale = F32(np.asarray(weights.w2_input_scale).max() or 1) if form == "nvfp4" else F32(1)
     out = np.zeros((len(x), cfg.hidden_size), F32)
@@ -48,10 +50,11 @@ def moe(
                 continue
             weight = F32(topk_weights[t, k])
             bias = None if every_bias is None else [part[e] for part in every_bias]
-            late = form == "nvfp4" or not rounds
+            late = (form == "nvfp4" and not early_nvfp4) or not rounds
             early = F32(1) if late else weight
             mlp = [part[e] for part in matrices]
-            y = _expert(row, early, mlp, bias, cfg, form, a_scale, rounds)
+            rule = "sgl_nvfp4" if early_nvfp4 else form
+            y = _expert(row, early, mlp, bias, cfg, rule, a_scale, rounds)
             out[t] = out[t] + (y * weight if late else y)
     return out
 
@@ -66,7 +69,9 @@ def _expert(row, weight, mlp, bias, cfg, form, a_scale, rounds):
     sm100 = form != "fp8_block"
     if rounds and sm100:
         gate, up = bf16(gate), bf16(up)
-    hidden = activate(gate, up, cfg.activation, bf16 if rounds and sm100 else F32) * weight
+    # The scale of second inputs goes into the same factor in sgl's NVFP4 kernel.
+    factor = weight * (F32(1) / a_scale) if rounds and form == "sgl_nvfp4" else weight
+    hidden = activate(gate, up, cfg.activation, bf16 if rounds and sm100 else F32) * factor
     if rounds:
         hidden = requantise(hidden, form, a_scale)
     y = (hidden @ down_w.T + bias[2] * np.float64(weight)).astype(F32)
@@ -98,6 +103,12 @@ def quantise(x: np.ndarray, form: str) -> np.ndarray:
         largest = np.abs(blocks).max(1, keepdims=True) / F32(6)
         scale = e4m3(np.clip(largest, F32(2.0**-9), F32(448)))
         return (e2m1(blocks / scale).astype(np.float64) * scale).reshape(-1) * token
+    if form == "sgl_nvfp4":
+        token = np.maximum(np.abs(x).max(), F32(1e-4)) / F32(2688)
+        blocks = x.reshape(-1, 16)
+        scale = e4m3(np.abs(blocks).max(1, keepdims=True) / (F32(6) * token))
+        codes = e2m1(blocks * _inverse(scale, token))
+        return (codes.astype(np.float64) * scale).reshape(-1) * token
     if form == "fp8_block":
         blocks = x.reshape(-1, 128)
         scale = np.maximum(np.abs(blocks).max(1, keepdims=True), F32(1e-10)) / F32(448)
@@ -113,12 +124,23 @@ def requantise(hidden: np.ndarray, form: str, a_scale: np.floating) -> np.ndarra
         scale = e4m3(np.clip(largest, F32(2.0**-9), F32(448)))
         codes = e2m1(blocks * (F32(1) / (scale * a_scale)))
         return (codes.astype(np.float64) * scale).reshape(-1) * a_scale
+    if form == "sgl_nvfp4":
+        blocks = hidden.reshape(-1, 16)
+        scale = e4m3(np.abs(blocks).max(1, keepdims=True) * F32(1 / 6))
+        codes = e2m1(blocks * _inverse(scale, F32(1)))
+        return (codes.astype(np.float64) * scale).reshape(-1) * a_scale
     if form == "fp8_block":
         blocks = hidden.reshape(-1, 128)
         largest = np.maximum(np.abs(blocks).max(1, keepdims=True), F32(1e-10))
         scale = largest * (F32(1) / F32(448))
         return (e4m3(blocks * (F32(1) / scale)).astype(np.float64) * scale).reshape(-1)
     return quantise(hidden, form)
+
+
+def _inverse(scale: np.ndarray, factor: np.floating) -> np.ndarray:
+    """1 / (scale * factor), 0 where the scale is 0."""
+    safe = np.where(scale > 0, scale * factor, F32(1))
+    return np.where(scale > 0, F32(1) / safe, F32(0)).astype(F32)
 
 
 def _mxfp8(x: np.ndarray) -> np.ndarray:

@@ -72,6 +72,15 @@ class RecordingDriver:
             kernel.encode(), ctypes.c_size_t(parameter), ctypes.c_size_t(num_bytes)
         )
 
+    @contextlib.contextmanager
+    def held(self, kernel: str) -> Iterator[Callable[[], None]]:
+        """Launches of `kernel` do not return inside; the function given waits until one is held."""
+        self._driver.recording_hold(kernel.encode())
+        try:
+            yield self._driver.recording_wait_for_held
+        finally:
+            self._driver.recording_hold(b"")
+
     def calls(self, function: str | None = None) -> list[dict[str, Any]]:
         """What was recorded, in order; of one function, if named.
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import scale_pages
 
 from jax_megamoe import MoEConfig, ReplicaMap
 from jax_megamoe.numerics import quantization
@@ -265,7 +266,7 @@ def staged_on_host(
             fused_shared=config.num_shared_experts > 0,
         )
         if (config.weight_format.name, source) == ("nvfp4", "sgl"):
-            tokens = QuantizedTokens(*quantization.quantize_tokens_nvfp4(x, source="sgl"))
+            tokens = QuantizedTokens(*quantization.quantize_tokens_nvfp4(x, floors_scales=False))
             staged = StagedTokens(tokens, staged.topk_ids, staged.topk_weights)
         return staged
 
@@ -295,7 +296,7 @@ def fill_buffer(buffer: np.ndarray, plan: LaunchPlan, staged: StagedTokens) -> N
         target = buffer[start : start + region.num_bytes]
         if name == "shared_l1_acts_sf":
             words = np.asarray(array).view(np.uint32)
-            rows = quantization.shared_scale_rows(len(words), plan.block_m)
+            rows = scale_pages.shared_scale_rows(len(words), plan.block_m)
             target.view(np.uint32).reshape(region.shape[::-1])[:, rows] = words.T
         else:
             written = np.ascontiguousarray(array).view(np.uint8).reshape(-1)

@@ -11,6 +11,14 @@ def test_message() -> None:
     assert _checks.message("x", "a", 3, "do b") == "x: expected a, got 3; do b"
 
 
+def test_message_is_short() -> None:
+    """However long a name or a value from a file is."""
+    long = "n" * 10_000_000
+    text = _checks.message(long, long, long, "do b")
+    assert len(text) < 6200
+    assert text.endswith("n... (10000000 characters); do b")
+
+
 def test_integer() -> None:
     value = _checks.integer("n", np.int64(3), minimum=3)
     assert value == 3 and type(value) is int

@@ -244,3 +244,56 @@ def test_experts_that_do_not_divide_by_the_ranks() -> None:
         cfg.experts_per_rank(3)
     with pytest.raises(ValueError, match=r"^num_ranks: expected an integer >= 1, got 0$"):
         cfg.experts_per_rank(0)
+
+
+def test_a_recipe_is_a_pair_of_formats() -> None:
+    named = mm.MoEConfig(**shapes.SMALL, weight_format="nvfp4")
+    pair = mm.MoEConfig(
+        **shapes.SMALL, weight_format=mm.NVFP4, activation_format=mm.ACTIVATION_FORMATS["nvfp4"]
+    )
+    text = mm.MoEConfig(**shapes.SMALL, weight_format="nvfp4", activation_format="nvfp4")
+    assert named == pair == text and hash(named) == hash(pair)
+    assert named.recipe is mm.RECIPES["nvfp4"] and named.activation_format is None
+
+
+@pytest.mark.parametrize("name", mm.RECIPES)
+def test_a_config_is_replaced_with_any_recipe(name: str) -> None:
+    """The default activation format does not stay behind."""
+    first = mm.MoEConfig(**shapes.SMALL, weight_format="mxfp4", shared_format=None)
+    recipe = mm.RECIPES[name]
+    shared = dict(shared_format=None)
+    changed = dataclasses.replace(first, weight_format=name, **shared)
+    pair = dict(weight_format=recipe.weights, activation_format=recipe.activations)
+    assert changed == dataclasses.replace(first, **pair, **shared)
+    assert changed.recipe is recipe
+    assert dataclasses.replace(changed, top_k=2).recipe is recipe
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "text"),
+    [
+        (
+            dict(weight_format="mxfp8", activation_format="nvfp4"),
+            ValueError,
+            r"activation_format of mxfp8 weights: expected one of \['mxfp8'\], got nvfp4",
+        ),
+        (
+            dict(activation_format="int8"),
+            ValueError,
+            r"activation_format: expected one of \['mxfp8', .*\], got 'int8'",
+        ),
+        (
+            dict(weight_format=8),
+            TypeError,
+            "weight_format: expected a format or the name of one, got int",
+        ),
+        (
+            dict(activation_format=mm.MXFP8),
+            TypeError,
+            "activation_format: expected a format or the name of one, got WeightFormat",
+        ),
+    ],
+)
+def test_formats_that_do_not_meet(fields: dict[str, Any], error: type, text: str) -> None:
+    with pytest.raises(error, match=f"^{text}$"):
+        mm.MoEConfig(**shapes.SMALL, **fields)

@@ -15,32 +15,36 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 ROOMS = {
     "_checks": ("", ""),
+    "_files": ("_checks", ""),
     "mesh": ("", ""),
     "formats": ("_checks", ""),
     "config": ("_checks formats", ""),
     "numerics": ("_checks config formats", "elements quantization expert tokens"),
     "weights": (
-        "_checks config formats mesh numerics",
-        "checkpoint.dialects checkpoint.tensors checkpoint.select layout params requantize "
-        "checkpoint.buffers checkpoint.projection experts move checkpoint.converted "
-        "checkpoint.gather checkpoint.load checkpoint.block_tensors checkpoint.convert checkpoint",
+        "_checks _files config formats mesh numerics",
+        "checkpoint.families checkpoint.fields checkpoint.patterns checkpoint.dialects "
+        "checkpoint.header checkpoint.tensors layout flashinfer_layout flashinfer_factors params "
+        "requantize checkpoint.buffers checkpoint.projection checkpoint.select experts move "
+        "checkpoint.converted checkpoint.gather checkpoint.load checkpoint.block_tensors "
+        "checkpoint.convert checkpoint",
     ),
     "routing": ("_checks config mesh numerics weights", "router replicas rebalance stats"),
     "plan": (
         "_checks config formats",
         "device kernel operand arithmetic problem tensor_map family heuristics sm90_heuristics "
-        "symmetric_buffer limits launch expert_maps sgl_staging sm100 sgl_sm90 staging sgl_sm100 "
-        "vllm_sm100 vllm_nvfp4 planner recording",
+        "symmetric_buffer limits launch families.flashinfer_heuristics families.flashinfer_buffer "
+        "families.flashinfer_limits families.flashinfer_launch families expert_maps sgl_staging "
+        "sm100 sgl_sm90 staging sgl_sm100 vllm_sm100 vllm_nvfp4 planner recording",
     ),
     "compile": (
         "_checks plan",
-        "errors cubin cache pins toolkit fetch sources codegen compiler builder",
+        "errors cubin cache pins toolkit fetch sources names codegen compiler builder",
     ),
     "runtime": ("_checks compile plan", "devices extension"),
     "symmetric_memory": ("_checks compile mesh runtime", "processes cuda peer"),
     "launch": (
         "_checks compile config mesh numerics plan routing runtime symmetric_memory weights",
-        "launcher deep_gemm",
+        "launcher facts deep_gemm",
     ),
     "op": (
         "_checks compile config formats launch mesh numerics routing symmetric_memory weights",
@@ -48,10 +52,10 @@ ROOMS = {
     ),
     "nn": (
         "_checks config formats launch mesh numerics op routing weights",
-        "variables hf_config shared_expert router_layer layer block",
+        "variables hf_config storage shared_expert router_layer layer block",
     ),
     "cli": (
-        "_checks compile config formats launch nn op plan runtime weights",
+        "_checks _files compile config formats launch nn op plan runtime weights",
         "measurements demo.result demo.picture demo.checkpoint bench_load ahead sources doctor "
         "bench demo.run demo main",
     ),

@@ -20,8 +20,8 @@ from jax_megamoe import _checks
 from jax_megamoe.cli.measurements import Measurements
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.formats import WEIGHT_FORMATS
+from jax_megamoe.weights.checkpoint.header import StoredTensor, read_header
 from jax_megamoe.weights.checkpoint.load import load_experts
-from jax_megamoe.weights.checkpoint.tensors import StoredTensor, read_header
 from jax_megamoe.weights.layout import w2_scale_to_kernel, w13_to_kernel
 from jax_megamoe.weights.params import default_layout
 

@@ -1,6 +1,12 @@
-"""`python -m jax_megamoe doctor`: what this machine has, and what runs on it."""
+"""`python -m jax_megamoe doctor`: what this machine has, and what runs on it.
 
+It is run where something is broken: whatever one part raises is what is said of that part, and the
+others follow.
+"""
+
+import collections
 import importlib.metadata
+import os
 import platform
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from jax_megamoe._checks import described, message
 from jax_megamoe.cli.sources import able_sources, cells, preferences
 from jax_megamoe.compile import BuildError, Finding, describe_toolchain, find_source
 from jax_megamoe.config import MoEConfig
@@ -39,38 +46,67 @@ def print_report(console: Console, sizes: Mapping[str, Any], num_ranks: int) -> 
     configs[0].experts_per_rank(num_ranks)
     found = Table("part", title="This machine")
     found.add_column("found", overflow="fold")
-    for finding in findings():
-        missing = f"[yellow]{escape(finding.problem)}[/]"
-        found.add_row(finding.part, escape(finding.found) or missing)
+    kinds, devices = _find_devices()
+    for finding in (*_find_installed(), *devices, *describe_toolchain()):
+        text = _shown(console, finding.found or finding.problem)
+        found.add_row(finding.part, text if finding.found else f"[yellow]{text}[/]")
     console.print(found)
     console.print(preferences(cells()))
     what = ", ".join(f"{name} {size}" for name, size in sizes.items())
     runs = Table("device", "format", "xla", "deep_gemm", title=f"{what}, {num_ranks} ranks")
-    for kind, device in _kinds().items():
+    for kind, device in kinds.items():
         for config in configs:
-            status = kernel_status(config, device, num_ranks)
-            runs.add_row(kind, config.weight_format.name, "runs", escape(status))
+            status = _shown(console, kernel_status(config, device, num_ranks))
+            runs.add_row(_shown(console, kind), config.weight_format.name, "runs", status)
         runs.add_section()
-    console.print(runs)
+    console.print(runs if kinds else "No device: nothing runs.")
 
 
-def findings() -> Iterator[Finding]:
-    """The parts that the package needs or can use."""
+def _shown(console: Console, text: str) -> str:
+    """`text` for a table, without what the console's encoding lacks: a path may hold anything."""
+    encoding = console.encoding
+    return escape(text.encode(encoding, "backslashreplace").decode(encoding))
+
+
+def _find_installed() -> Iterator[Finding]:
+    """The parts of the installation."""
     yield Finding("python", f"{platform.python_version()}, {platform.platform()}")
     for name in _PACKAGES:
         try:
             yield Finding(name, importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
             yield Finding(name, "", "not installed")
+        except Exception as error:
+            yield Finding(name, "", described(error))
     try:
         yield Finding("compiled module", str(extension.module().__file__))
     except ImportError as error:
         yield Finding("compiled module", "", str(error))
-    for kind, device in _kinds().items():
-        count = sum(_kind(each) == kind for each in jax.devices())
-        runtime = " ".join(device.client.platform_version.split())
-        yield Finding("devices", f"{count} x {kind} ({runtime})")
-    yield from describe_toolchain()
+    except Exception as error:
+        yield Finding("compiled module", "", described(error))
+
+
+def _find_devices() -> tuple[dict[str, jax.Device], list[Finding]]:
+    """The first device of each kind, and what to say of them."""
+    kinds: dict[str, jax.Device] = {}
+    counts: collections.Counter[str] = collections.Counter()
+    try:
+        for device in jax.devices():
+            counts[_kind(device)] += 1
+            kinds.setdefault(_kind(device), device)
+    except Exception as error:  # whatever JAX and its plugins raise, bare AssertionErrors included
+        asked = os.environ.get("JAX_PLATFORMS")
+        hint = f"unset JAX_PLATFORMS, which is {asked!r}" if asked else "see the log above"
+        problem = message("devices", "a backend that JAX can start", described(error), hint)
+        return {}, [Finding("devices", "", problem)]
+    found: list[Finding] = []
+    for kind, device in kinds.items():
+        try:
+            runtime = f" ({' '.join(device.client.platform_version.split())})"
+        except Exception as error:
+            runtime = f" ({described(error)})"
+        found.append(Finding("devices", f"{counts[kind]} x {kind}{runtime}"))
+    return kinds, found
 
 
 def kernel_status(config: MoEConfig, device: jax.Device, num_ranks: int) -> str:
@@ -81,9 +117,11 @@ def kernel_status(config: MoEConfig, device: jax.Device, num_ranks: int) -> str:
         others = able_sources(config, device, num_ranks) if config.kernel_source is None else ()
         source = next(filter(_is_found, (source, *others)), source)
         find_source(source)
+        plan = plan_mega_moe(config, device_spec(device), 0, num_ranks, source)
     except (BuildError, ImportError, NotImplementedError, ValueError) as error:
         return str(error)
-    plan = plan_mega_moe(config, device_spec(device), 0, num_ranks, source)
+    except Exception as error:
+        return described(error)
     return f"{source}'s kernel, buffer of {plan.buffer.num_bytes / 1e6:.0f} MB on each rank"
 
 
@@ -93,11 +131,6 @@ def _is_found(source: str) -> bool:
     except BuildError:
         return False
     return True
-
-
-def _kinds() -> dict[str, jax.Device]:
-    """The first device of each kind."""
-    return {_kind(device): device for device in reversed(jax.devices())}
 
 
 def _kind(device: jax.Device) -> str:

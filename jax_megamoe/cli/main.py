@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 from rich.console import Console
 
+from jax_megamoe import _files
 from jax_megamoe.cli.ahead import compile_ahead, kernels
 from jax_megamoe.cli.bench import Shape, bench_cpu
 from jax_megamoe.cli.bench_load import LoadShape, bench_load
@@ -88,7 +89,7 @@ def bench(parser: argparse.ArgumentParser) -> Run:
         Console().print(report.table())
         if arguments.output:
             arguments.output.parent.mkdir(parents=True, exist_ok=True)
-            arguments.output.write_text(report.markdown(" ".join(sys.argv[1:])))
+            _files.write(arguments.output, report.markdown(" ".join(sys.argv[1:])))
         return 0
 
     return run
@@ -209,7 +210,7 @@ def compile(parser: argparse.ArgumentParser) -> Run:
 
 
 def convert(parser: argparse.ArgumentParser) -> Run:
-    """Write a checkpoint's experts once in kernel layout, to be mapped with load_converted."""
+    """Write a checkpoint's experts once in kernel layout, for load_converted."""
     parser.add_argument("checkpoint", type=Path, help="folder with safetensors files, or one file")
     parser.add_argument(
         "--prefix",

@@ -18,8 +18,9 @@ from rich.table import Table
 
 from jax_megamoe.compile import DISTRIBUTIONS, BuildError, fetch_source, find_source
 from jax_megamoe.config import Activation, MoEConfig
-from jax_megamoe.formats import WEIGHT_FORMATS
+from jax_megamoe.formats import RECIPES
 from jax_megamoe.launch.deep_gemm import check_supported
+from jax_megamoe.plan import SOURCES
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.runtime.devices import KNOWN_DEVICES
 
@@ -32,7 +33,7 @@ _ACTIVATIONS = (
 )
 """Activations to ask for; those of any parameters by examples that no model has."""
 
-_DEVICES = {"sm100": KNOWN_DEVICES["b200"], "sm90": KNOWN_DEVICES["h200"]}
+_DEVICES = (KNOWN_DEVICES["b200"], KNOWN_DEVICES["h200"])
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,10 @@ class Cell:
 
 def cells() -> Iterator[Cell]:
     """Every kind of layer, as the planners and `check_supported` decide it for a small one."""
-    for form in WEIGHT_FORMATS.values():
-        for shared in (None, *form.shared_formats):
+    for recipe in RECIPES.values():
+        for shared in (None, *recipe.shared_formats):
             for label, activation in _ACTIVATIONS:
-                if activation.name not in form.activations:
+                if activation.name not in recipe.functions:
                     continue
                 config = MoEConfig(
                     num_experts=8,
@@ -67,21 +68,22 @@ def cells() -> Iterator[Cell]:
                     hidden_size=1024,
                     intermediate_size=512,
                     max_num_tokens=128,
-                    weight_format=form,
+                    weight_format=recipe.weights,
+                    activation_format=recipe.activations,
                     activation=activation,
                     num_shared_experts=int(shared is not None),
                     shared_format=shared,
                 )
-                device = _DEVICES[form.architecture]
-                preferred = _source(config, device, 1)
-                yield Cell(form.name, shared, label, preferred, able_sources(config, device))
+                found = ((_source(config, each, 1), each) for each in _DEVICES)
+                preferred, device = next((one for one in found if one[0]), (None, _DEVICES[0]))
+                yield Cell(recipe.name, shared, label, preferred, able_sources(config, device))
 
 
 def able_sources(
     config: MoEConfig, device: jax.Device | DeviceSpec, num_ranks: int = 1
 ) -> tuple[str, ...]:
     """The sources that run a config on a device like this one, found or not, if asked for."""
-    asked = (replace(config, kernel_source=name) for name in DISTRIBUTIONS)
+    asked = (replace(config, kernel_source=name) for name in SOURCES)
     sources = (_source(one, device, num_ranks) for one in asked)
     return tuple(source for source in sources if source is not None)
 

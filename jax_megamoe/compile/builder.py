@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jax_megamoe._checks import message, one_of
-from jax_megamoe.compile.cache import KernelCache, Key, cache_folder, digest
+from jax_megamoe._checks import described, message, one_of
+from jax_megamoe.compile.cache import KernelCache, Key, cache_folder, check_folder, digest
 from jax_megamoe.compile.codegen import CODEGEN_VERSION, generate
 from jax_megamoe.compile.compiler import COMPILERS, CompilationFailed, Compiled, Compiler
 from jax_megamoe.compile.cubin import read_kernels
 from jax_megamoe.compile.errors import BuildError, CompileError, MissingDependency, NotCompiled
+from jax_megamoe.compile.names import check_names
 from jax_megamoe.compile.sources import SOURCE_NAMES, KernelSource, find_source
 from jax_megamoe.plan.kernel import KernelSpec
 
@@ -77,7 +78,9 @@ def build(
     Raises:
         ValueError: an unknown policy, compiler or source.
         MissingDependency: no kernel source, or no compiler; names the pip command.
-        CompileError: the compiler refused it, or its cubin is not what was asked for.
+        CompileError: the compiler refused it, or its cubin is not what was asked for, or the spec
+            names what no kernel source has (`check_names`).
+        BuildError: others may write the cache's folder (`check_folder`).
         NotCompiled: under the policy never, a kernel that is not in the cache.
     """
     source = find_source(spec.source)
@@ -100,7 +103,7 @@ def cache_key(spec: KernelSpec, source: KernelSource, compiler: Compiler) -> Key
     return Key(
         _kernel_digest(spec, source),
         compiler.name,
-        digest(compiler.version, *compiler.flags(spec.arch)),
+        digest(compiler.version, *compiler.flags(spec.arch, spec.options)),
     )
 
 
@@ -164,7 +167,10 @@ def compile_many(
 
 
 def describe_toolchain() -> tuple[Finding, ...]:
-    """What `build` would use, and for each part that is absent the command that brings it."""
+    """What `build` would use, and for each part that is absent the command that brings it.
+
+    Never raises: what a part raises is its finding.
+    """
 
     def describe_source(name: str) -> str:
         source = find_source(name)
@@ -173,6 +179,7 @@ def describe_toolchain() -> tuple[Finding, ...]:
     def describe_cache() -> str:
         folder = cache_folder()
         kernels = len(list(folder.glob("*.kernel")))
+        check_folder(folder)
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         writable = existing.is_dir() and os.access(existing, os.W_OK)
         return f"{folder}, {kernels} kernels{'' if writable else ', cannot be written'}"
@@ -189,6 +196,8 @@ def describe_toolchain() -> tuple[Finding, ...]:
             findings.append(Finding(part, describe()))
         except (BuildError, ValueError) as error:
             findings.append(Finding(part, "", str(error)))
+        except Exception as error:  # a part may be broken in ways that nobody foresaw
+            findings.append(Finding(part, "", described(error)))
     return tuple(findings)
 
 
@@ -232,9 +241,12 @@ def _compile(
     spec: KernelSpec, source: KernelSource, compiler: Compiler
 ) -> tuple[bytes, dict[str, Any]]:
     """The cubin and its description for the cache."""
+    check_names(spec, source)
     _log.info("compiling %s with %s %s", _named(spec, source), compiler.name, compiler.version)
     try:
-        done = compiler.compile(generate(spec, source), spec.arch, source.include_dir)
+        done = compiler.compile(
+            generate(spec, source), spec.arch, source.include_dirs, spec.options
+        )
     except CompilationFailed as error:
         raise CompileError(
             f"{compiler.name} {compiler.version} cannot compile {_named(spec, source)}.\n"
@@ -248,7 +260,7 @@ def _compile(
         "source_version": source.version,
         "compiler": compiler.name,
         "compiler_version": compiler.version,
-        "flags": compiler.flags(spec.arch),
+        "flags": compiler.flags(spec.arch, spec.options),
         **dataclasses.asdict(done.resources),
         "seconds": done.seconds,
         "cubin_bytes": len(done.cubin),

@@ -7,15 +7,21 @@ The contract:
   used.
 - Entries appear whole: written to a temporary file of the same folder, then renamed over the name.
 - A file lock a key lets one process compile while the others wait and then load.
+- What is in the folder runs on the GPU, so nobody else may write it: it is created with mode 0700,
+  and refused while a user other than this one or root owns it, or its mode lets others write. An
+  entry with such an owner or mode is absent.
 - Nothing is created before the first kernel is stored. In a folder that cannot be written hits
   work, and misses are compiled each time, said once in the log.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
 import os
+import shlex
+import stat
 import struct
 import tempfile
 from collections.abc import Callable
@@ -30,6 +36,8 @@ from jax_megamoe.compile.errors import BuildError
 
 _MAGIC = b"JMMK\x01\0\0\0"
 _HEADER = struct.Struct("<8sQ32s")
+_PRIVATE = 0o700
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _log = logging.getLogger("jax_megamoe")
 
 
@@ -75,8 +83,59 @@ def cache_folder() -> Path:
         raise BuildError(message("JAX_MEGAMOE_CACHE", "a folder", "none, and no home")) from error
 
 
+def check_folder(folder: Path) -> None:
+    """Checks that only this user and root can have put files into a folder, if there is one.
+
+    Access control lists and the folders above are not looked at.
+
+    Raises:
+        BuildError: another user owns it, or others may write it; says how to change that.
+    """
+    try:
+        status = folder.stat()
+    except OSError:
+        return  # nothing can be read there either
+    if fault := _fault(status):
+        raise BuildError(
+            message(
+                str(folder),
+                f"a folder that only user {os.getuid()} or root may write, as its files are run",
+                fault,
+                f"if its contents are yours: chmod go-w {shlex.quote(str(folder))} (chown, if it "
+                "is not yours), else remove it, or set JAX_MEGAMOE_CACHE to another folder",
+            )
+        )
+
+
+def make_folder(folder: Path) -> None:
+    """Creates a folder, and those above it that are missing, for this user alone.
+
+    Raises:
+        BuildError: it is there and `check_folder` refuses it.
+        OSError: it cannot be made.
+    """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    for path in reversed(missing):
+        path.mkdir(mode=_PRIVATE, exist_ok=True)
+    if not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+    check_folder(folder)
+
+
+def _fault(status: os.stat_result) -> str:
+    """Why somebody else may have written a file or folder; empty if nobody may."""
+    if status.st_uid not in (os.getuid(), 0):
+        return f"one of user {status.st_uid}"
+    if status.st_mode & _OTHERS_WRITE:
+        return f"mode {stat.S_IMODE(status.st_mode):04o}"
+    return ""
+
+
 class KernelCache:
-    """A folder of compiled kernels, shared by threads and processes."""
+    """A folder of compiled kernels, shared by threads and processes.
+
+    Its methods raise BuildError where `check_folder` does.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -84,10 +143,12 @@ class KernelCache:
 
     def load(self, key: Key) -> bytes | None:
         """The cubin of `key`, or None where the folder holds no intact entry."""
+        check_folder(self.folder)
         return _read(self._path(key))
 
     def load_any(self, kernel: str, compiler: str | None) -> bytes | None:
         """The cubin of `kernel` whatever toolchain made it, `compiler` preferred; or None."""
+        check_folder(self.folder)
         entries = sorted(self.folder.glob(f"{kernel}-*.kernel"))
         entries.sort(key=lambda path: path.stem.split("-")[1] != compiler)
         return next((cubin for cubin in map(_read, entries) if cubin is not None), None)
@@ -104,7 +165,7 @@ class KernelCache:
         lock = FileLock(self.folder / f"{key.stem}.lock", thread_local=False)
         with contextlib.ExitStack() as held:
             try:
-                self.folder.mkdir(parents=True, exist_ok=True)
+                make_folder(self.folder)
                 held.enter_context(lock)
             except (OSError, NotImplementedError) as error:
                 # NotImplementedError: a file system without locks.
@@ -140,7 +201,10 @@ class KernelCache:
 
 def _read(path: Path) -> bytes | None:
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            if _fault(os.fstat(file.fileno())):
+                return None
+            content = file.read()
     except OSError:
         return None
     if len(content) < _HEADER.size:

@@ -8,7 +8,11 @@ CODEGEN_VERSION = 1
 
 # Structs passed by value: bytes and alignment with which the launcher lays them out
 # (deepgemm-abi.md section 8).
-_STRUCTS = {"deep_gemm::layout::SymBuffer": (592, 8), "cute::TmaDescriptor": (128, 128)}
+_STRUCTS = {
+    "deep_gemm::layout::SymBuffer": (592, 8),
+    "flashinfer::megamoe::layout::SymBuffer": (592, 8),
+    "cute::TmaDescriptor": (128, 128),
+}
 
 
 def generate(spec: KernelSpec, source: KernelSource) -> str:

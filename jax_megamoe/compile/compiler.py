@@ -2,22 +2,27 @@
 
 import importlib
 import importlib.metadata
+import os
 import re
 import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from jax_megamoe._checks import message
+from jax_megamoe._checks import described, message
 from jax_megamoe.compile.errors import CUDA_EXTRA, MissingDependency
 from jax_megamoe.compile.sources import TENSOR_MAP_HEADER
 from jax_megamoe.compile.toolkit import MINIMUM_CUDA, Toolkit, find_toolkit
+from jax_megamoe.plan.kernel import CodeOptions
+
+_ANSWER_SECONDS = 60.0  # for nvcc to say its version, on a slow network file system too
 
 # What DeepGEMM's own host code passes (deepgemm-abi.md section 1), less what only shapes host code.
-_FLAGS = ("-std=c++20", "--ptxas-options=--register-usage-level=10", "--ptxas-options=-v")
+_FLAGS = ("-std=c++20", "--ptxas-options=-v")
 _QUIET = "39,161,174,177,186,940"
 
 
@@ -59,12 +64,18 @@ class Compiler(Protocol):
     @property
     def version(self) -> str: ...
 
-    def flags(self, arch: str) -> tuple[str, ...]:
+    def flags(self, arch: str, options: CodeOptions = CodeOptions()) -> tuple[str, ...]:
         """The flags that decide the code, without folders: part of a cache key."""
         ...
 
-    def compile(self, text: str, arch: str, include_dir: Path) -> Compiled:
-        """Compiles `text` for `arch` (such as ``"sm_100f"``); `include_dir` precedes CUDA's.
+    def compile(
+        self,
+        text: str,
+        arch: str,
+        include_dirs: Sequence[Path],
+        options: CodeOptions = CodeOptions(),
+    ) -> Compiled:
+        """Compiles `text` for `arch` (such as ``"sm_100f"``); `include_dirs` precede CUDA's.
 
         Safe to call from several threads.
 
@@ -110,20 +121,27 @@ class Nvrtc:
         self._toolkit = find_toolkit()
         self.version = f"{major}.{minor}{_patch('nvidia-cuda-nvrtc')}, {self._toolkit.headers}"
 
-    def flags(self, arch: str) -> tuple[str, ...]:
+    def flags(self, arch: str, options: CodeOptions = CodeOptions()) -> tuple[str, ...]:
         return (
             f"--gpu-architecture={arch}",
             *_FLAGS,
+            *_option_flags(options),
             "-default-device",
             "--device-int128",
             f"--diag-suppress={_QUIET},1105",
         )
 
-    def compile(self, text: str, arch: str, include_dir: Path) -> Compiled:
+    def compile(
+        self,
+        text: str,
+        arch: str,
+        include_dirs: Sequence[Path],
+        options: CodeOptions = CodeOptions(),
+    ) -> Compiled:
         start = time.perf_counter()
-        headers = {**_STANDARD_HEADERS, **_aligned_tensor_map(include_dir)}
-        folders = (include_dir, *self._toolkit.include_dirs)
-        options = [*self.flags(arch), *(f"-I{folder}" for folder in folders)]
+        headers = {**_STANDARD_HEADERS, **_aligned_tensor_map(include_dirs)}
+        folders = (*include_dirs, *self._toolkit.include_dirs)
+        flags = [*self.flags(arch, options), *(f"-I{folder}" for folder in folders)]
         program = self._call(
             "nvrtcCreateProgram",
             (_PRELUDE + text).encode(),
@@ -133,7 +151,7 @@ class Nvrtc:
             [name.encode() for name in headers],
         )
         try:
-            encoded = [option.encode() for option in options]
+            encoded = [os.fsencode(option) for option in flags]  # a folder's name is any bytes
             (status,) = self._nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
             log = self._read(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
             if status != self._nvrtc.nvrtcResult.NVRTC_SUCCESS:
@@ -160,7 +178,8 @@ class Nvcc:
     """The nvcc of a toolkit, as a subprocess; it needs a host compiler (g++) on PATH.
 
     Raises:
-        MissingDependency: on construction, without a complete toolkit or g++.
+        MissingDependency: on construction, without a complete toolkit or g++, or where nvcc does
+            not run.
     """
 
     name = "nvcc"
@@ -171,41 +190,67 @@ class Nvcc:
             raise MissingDependency(
                 message("nvcc", "a host compiler g++ on PATH", "none", "install g++ or use nvrtc")
             )
-        printed = subprocess.run(
-            [self._toolkit.nvcc, "--version"], capture_output=True, text=True, check=True
-        ).stdout
+        try:
+            printed = _run([self._toolkit.nvcc, "--version"], timeout=_ANSWER_SECONDS)
+        except (CompilationFailed, OSError, subprocess.SubprocessError) as error:
+            program = str(self._toolkit.nvcc)
+            expected = f"{program} --version to answer"
+            raise MissingDependency(message("nvcc", expected, described(error))) from error
         release = re.search(r"V(\d+\.\d+\.\d+)", printed)
         self.version = f"{release[1] if release else printed}, {self._toolkit.headers}"
 
-    def flags(self, arch: str) -> tuple[str, ...]:
+    def flags(self, arch: str, options: CodeOptions = CodeOptions()) -> tuple[str, ...]:
         return (
             "--cubin",
             f"--gpu-architecture={arch}",
             "-O3",
             *_FLAGS,
+            *_option_flags(options),
             "--expt-relaxed-constexpr",
             "--expt-extended-lambda",
             f"--diag-suppress={_QUIET}",
         )
 
-    def compile(self, text: str, arch: str, include_dir: Path) -> Compiled:
+    def compile(
+        self,
+        text: str,
+        arch: str,
+        include_dirs: Sequence[Path],
+        options: CodeOptions = CodeOptions(),
+    ) -> Compiled:
         start = time.perf_counter()
-        folders = (include_dir, *self._toolkit.include_dirs)
+        folders = (*include_dirs, *self._toolkit.include_dirs)
         includes = [f"-I{folder}" for folder in folders]
         with tempfile.TemporaryDirectory(prefix="jax_megamoe_") as folder:
             unit, output = Path(folder, "kernel.cu"), Path(folder, "kernel.cubin")
             unit.write_text(text)
-            done = subprocess.run(
-                [self._toolkit.nvcc, unit, "-o", output, *self.flags(arch), *includes],
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            log = done.stdout + done.stderr
-            if done.returncode:
-                raise CompilationFailed(log.strip() or f"nvcc exited with {done.returncode}")
+            command = [unit, "-o", output, *self.flags(arch, options), *includes]
+            log = _run([self._toolkit.nvcc, *command])
             cubin = output.read_bytes()
         return Compiled(cubin, log, ptxas_resources(log), time.perf_counter() - start)
+
+
+def _run(command: Sequence[str | Path], *, timeout: float | None = None) -> str:
+    """What a program prints, which need not be UTF-8: it quotes paths.
+
+    Raises:
+        CompilationFailed: it failed, with what it printed.
+        OSError, subprocess.TimeoutExpired: it cannot be run, or takes longer than `timeout` (s).
+    """
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        errors="backslashreplace",
+        timeout=timeout,
+        check=False,
+    )
+    log = done.stdout + done.stderr
+    if done.returncode:
+        raise CompilationFailed(log.strip() or f"nvcc exited with {done.returncode}")
+    return log
 
 
 COMPILERS = {"nvrtc": Nvrtc, "nvcc": Nvcc}
@@ -240,11 +285,17 @@ _PRELUDE = "#include <cstddef>\n#include <cuda_device_runtime_api.h>\n"
 _TENSOR_MAP = "struct alignas(128) { char bytes[128]; }"
 
 
-def _aligned_tensor_map(include_dir: Path) -> dict[str, str]:
+def _option_flags(options: CodeOptions) -> tuple[str, ...]:
+    level = f"--ptxas-options=--register-usage-level={options.register_level}"
+    return (level, "--use_fast_math") if options.fast_math else (level,)
+
+
+def _aligned_tensor_map(include_dirs: Sequence[Path]) -> dict[str, str]:
     """CUTE's descriptor header, if there is one, its stand-in for CUtensorMap aligned as in
     cuda.h."""
-    header = include_dir / TENSOR_MAP_HEADER
-    if not header.is_file():
+    headers = (folder / TENSOR_MAP_HEADER for folder in include_dirs)
+    header = next((header for header in headers if header.is_file()), None)
+    if header is None:
         return {}
     text = header.read_text()
     return {TENSOR_MAP_HEADER: text.replace("struct alignas(64) { char bytes[128]; }", _TENSOR_MAP)}

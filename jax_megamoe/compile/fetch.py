@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from filelock import FileLock
 
 from jax_megamoe._checks import message, one_of
-from jax_megamoe.compile.cache import cache_folder
+from jax_megamoe.compile.cache import cache_folder, check_folder, make_folder
 from jax_megamoe.compile.errors import BuildError, MissingDependency
 from jax_megamoe.compile.pins import DISTRIBUTIONS, Distribution, Wheel
 
@@ -55,7 +55,7 @@ def fetch_source(
     """Downloads the headers of a kernel source, unless the cache has them.
 
     Args:
-        name: ``"sgl"`` or ``"vllm"``.
+        name: a key of `DISTRIBUTIONS`.
         version: the distribution's; None: the one that this package plans for.
         on_progress: called with the bytes downloaded and all bytes of the wheel.
 
@@ -95,6 +95,7 @@ def fetched_source(name: str) -> Fetched | None:
 
     Raises:
         MissingDependency: a tree that lacks files, or has others than were fetched.
+        BuildError: others may write it; see `check_folder`.
     """
     try:
         tree = _tree(name)
@@ -102,6 +103,8 @@ def fetched_source(name: str) -> Fetched | None:
         return None
     if not tree.exists():
         return None
+    for folder in (cache_folder(), tree.parent, tree):
+        check_folder(folder)
     _check_tree(name, tree)
     return Fetched(DISTRIBUTIONS[name].version, tree, already=True)
 
@@ -138,7 +141,7 @@ def _fault(tree: Path) -> str:
 @contextlib.contextmanager
 def _locked(tree: Path) -> Generator[None]:
     """Makes the tree's parent, and holds the tree's lock; leaves no lock file."""
-    tree.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(tree.parent)
     lock = tree.parent / f".{tree.name}.lock"
     try:
         with FileLock(lock):
@@ -216,7 +219,7 @@ def _check_hash(name: str, path: Path, wheel: Wheel) -> None:
 
 def _unpack(pinned: Distribution, path: Path) -> Path:
     """A folder beside a wheel with its headers, licences and metadata, and their manifest."""
-    kept = (f"{pinned.headers}/*", "*.dist-info/licenses/*", "*.dist-info/METADATA")
+    kept = (f"{pinned.headers / pinned.kept}/*", "*.dist-info/licenses/*", "*.dist-info/METADATA")
     folder = path.with_name("tree")
     with zipfile.ZipFile(path) as archive:
         names = [n for n in archive.namelist() if any(fnmatch(n, pattern) for pattern in kept)]

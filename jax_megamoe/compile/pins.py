@@ -1,4 +1,4 @@
-"""The distributions that ship DeepGEMM's headers: where the headers lie, and the wheels to fetch.
+"""The distributions that ship headers of kernels: where the headers lie, and the wheels to fetch.
 
 Sizes and SHA-256 are those of the files on PyPI; the headers of a version's wheels are the same.
 """
@@ -38,6 +38,12 @@ class Distribution:
         variable: environment variable that names an unpacked one.
         install: commands that bring it.
         wheels: by `platform.machine()`.
+        kernels: the folder of its kernels among the headers.
+        kept: the folder of headers that fetching keeps; empty: all.
+        namespace: C++ namespace of its kernels.
+        cutlass: name of the source whose CUTLASS compiles it; empty: its own.
+        exact: only the pinned version is used: what the host tells the kernels is not in their
+            parameter types.
     """
 
     name: str
@@ -47,12 +53,21 @@ class Distribution:
     variable: str
     install: str
     wheels: Mapping[str, Wheel]
+    kernels: str = "deep_gemm"
+    kept: str = ""
+    namespace: str = "deep_gemm"
+    cutlass: str = ""
+    exact: bool = False
 
     @property
     def headers(self) -> PurePosixPath:
         """The folder of headers in a wheel."""
         return PurePosixPath(self.module, self.folder)
 
+
+_FLASHINFER_WHEEL = Wheel(
+    "any", 101294319, "a051a62e09a2738e8b0de47a1944fd2f0f3eff01b728b662141ea660cb09dd32"
+)
 
 DISTRIBUTIONS: Mapping[str, Distribution] = MappingProxyType(
     {
@@ -95,6 +110,21 @@ DISTRIBUTIONS: Mapping[str, Distribution] = MappingProxyType(
                     "e9e404f52c8494b69bd83fe99fe7ecfa9f6b89fbd156d2a9639c24ea41d6d606",
                 ),
             },
+        ),
+        "flashinfer": Distribution(
+            "flashinfer-python",
+            "0.7.4",
+            "flashinfer",
+            "data/include",
+            "JAX_MEGAMOE_FLASHINFER_ROOT",
+            "python -m jax_megamoe sources fetch flashinfer, or pip install --no-deps "
+            "flashinfer-python==0.7.4",
+            {"x86_64": _FLASHINFER_WHEEL, "aarch64": _FLASHINFER_WHEEL},
+            kernels="flashinfer/megamoe",
+            kept="flashinfer/megamoe",
+            namespace="flashinfer::megamoe",
+            cutlass="sgl",
+            exact=True,
         ),
     }
 )

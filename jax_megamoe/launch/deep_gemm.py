@@ -5,7 +5,7 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax_megamoe import _checks, symmetric_memory
 from jax_megamoe import compile as compiler
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.launch import launcher
+from jax_megamoe.launch.facts import facts
 from jax_megamoe.mesh import Axis, axis_names
 from jax_megamoe.numerics import expert
 from jax_megamoe.plan import SOURCES, check_sizes, plan_mega_moe
@@ -174,10 +175,12 @@ def find_route(
         ids = [[device.id for device in group] for group in groups]
         key = name + hashlib.sha256(str(ids).encode()).hexdigest()[:16]
     route = Route(spec, source, ranks, key, fuses)
-    if num_tokens:
-        _build(route.plan(config, num_tokens))
+    build = partial(_build, route.plan(config, num_tokens)) if num_tokens else None
     if groups is not None:
-        symmetric_memory.allocate(key, layout.num_bytes, groups)
+        told = partial(facts, routed, source)
+        symmetric_memory.allocate(key, layout.num_bytes, groups, facts=told, prepare=build)
+    if build is not None:
+        build()  # where the buffer was there
     return route
 
 

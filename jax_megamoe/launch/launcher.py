@@ -4,11 +4,10 @@ The plan travels as attributes of the custom call, one attribute a value, named 
 ``steps.0.arguments.3.dims``. A list ``steps`` of n entries is the attribute ``steps`` = n and the
 attributes below ``steps.0`` to ``steps.<n-1>``. They hold nothing of the process (no address, rank
 or path), so that an executable may be cached on disk and run by another process; what is the
-process's own, C++ looks up by name: the symmetric buffer by its key, machine code by a hash.
-`ffi/launch_plan.cc` decodes them.
+process's own, C++ looks up: the symmetric buffer by its key, machine code by the kernel's
+specification. `ffi/launch_plan.cc` decodes them.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -148,9 +147,7 @@ def _integers(values: Sequence[int]) -> np.ndarray:
 
 
 def _kernel(spec: KernelSpec) -> dict[str, Attribute]:
-    text = extension.encode_kernel(spec)
-    key = hashlib.sha256(text.encode()).hexdigest()
-    return {"key": key, "symbol": spec.symbol, "spec": text}
+    return {"symbol": spec.symbol, "spec": extension.encode_kernel(spec)}
 
 
 def _kernel_launch(

@@ -1,10 +1,9 @@
 """`MegaMoEBlock`, a Flax (nnx) module: a router, its experts, and a shared expert."""
 
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,16 @@ from jax_megamoe.mesh import Axis, current_mesh, reshape_rows
 from jax_megamoe.nn.hf_config import HASHED, Layers, block_spec, layers_of, read_hf_config
 from jax_megamoe.nn.layer import MegaMoE
 from jax_megamoe.nn.router_layer import RouterLayer
-from jax_megamoe.nn.shared_expert import SharedExpert
+from jax_megamoe.nn.shared_expert import SharedExpert, log_unfused, unfused_reason
+from jax_megamoe.nn.storage import Storage, format_of_layer, storage_of
 from jax_megamoe.nn.variables import replicated
 from jax_megamoe.routing.replicas import ReplicaMap
 from jax_megamoe.routing.router import Router
 from jax_megamoe.weights.checkpoint.block_tensors import BlockTensors
+from jax_megamoe.weights.checkpoint.families import GateUpOrder
 from jax_megamoe.weights.checkpoint.load import Pairs, load_experts
-from jax_megamoe.weights.checkpoint.select import select_format, stored_scheme
+from jax_megamoe.weights.checkpoint.select import format_of
 from jax_megamoe.weights.params import ExpertWeights
-
-_log = logging.getLogger("jax_megamoe")
 
 
 class MegaMoEBlock(nnx.Module):
@@ -48,6 +47,7 @@ class MegaMoEBlock(nnx.Module):
         experts: a `MegaMoE`, with the shared expert in it where that is fused.
         shared_expert: a `SharedExpert`; None where there is none or it is fused.
         layers: what the layers of the model are, for `load`; None for a block made from its parts.
+        storage: how the model stores experts, for `load`; None likewise.
     """
 
     def __init__(  # noqa: PLR0913 (one keyword for each part of a block)
@@ -94,12 +94,13 @@ class MegaMoEBlock(nnx.Module):
         if has_shared_gate and not shared_size:
             expected = "False where there is no shared expert"
             raise ValueError(_checks.message("has_shared_gate", expected, True))
-        reason = _unfused_reason(config, shared_size, own == self.stored_sizes, has_shared_gate)
+        reason = unfused_reason(config, shared_size, own == self.stored_sizes, has_shared_gate)
         if reason:
-            _log_unfused(config, reason)
+            log_unfused(config, reason)
         fused = shared_size // config.intermediate_size if reason is None else 0
         self.config = config = replace(config, num_shared_experts=fused)
         self.layers: Layers | None = None
+        self.storage: Storage | None = None
         spread = current_mesh(axis) if mesh is None else mesh
         self.router = RouterLayer(router, self.hidden_size, mesh=spread, rngs=rngs)
         self.experts = MegaMoE(
@@ -152,21 +153,22 @@ class MegaMoEBlock(nnx.Module):
             token_axes: see there.
             max_num_tokens: most tokens a rank passes in one call.
             weight_format: of the experts; None: as the checkpoint stores them, see `select_format`.
+                Which layers the config excludes from quantisation is certain after `load` only.
             implementation: see there.
             rngs: source of random parameters; None: the block has shapes alone, for `load`.
             **config: further fields of `MoEConfig`, such as num_experts for more physical than
                 logical ones, or kernel_source.
 
         Raises:
-            ValueError: a model_type that is not known, a key missing, a dense layer, and as
-                `MegaMoEBlock`.
+            ValueError: a model_type that is not known, a key missing or of another kind than it
+                should be, a dense layer, and as `MegaMoEBlock`.
             NotImplementedError: a stored format or an activation that does not run.
             FileNotFoundError: no such file.
         """
         raw = read_hf_config(hf_config)
         spec = block_spec(raw, layer_index)
-        device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
-        form = _format(raw, spec.prefix, layer_index, device, weight_format)
+        device = None if mesh is None else mesh.devices.flat[0]
+        form = format_of_layer(raw, spec.prefix, layer_index, device, weight_format)
         hidden_size, intermediate_size = spec.padded_sizes
         logical = spec.router.num_experts
         sizes: dict[str, Any] = dict(
@@ -194,6 +196,7 @@ class MegaMoEBlock(nnx.Module):
         )
         block = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))) if rngs is None else make(rngs=rngs)
         block.layers = layers_of(raw)
+        block.storage = storage_of(raw, weight_format is None)
         return block
 
     @property
@@ -264,6 +267,7 @@ class MegaMoEBlock(nnx.Module):
         *,
         prefix: str | None = None,
         quantization_config: Mapping[str, Any] | None = None,
+        gate_up_order: GateUpOrder | None = None,
         progress: bool = False,
     ) -> None:
         """Replaces all parameters with those of a layer of a checkpoint.
@@ -271,12 +275,17 @@ class MegaMoEBlock(nnx.Module):
         Nothing is replaced where anything is wrong. The router's weight keeps the precision it is
         stored in, bfloat16 or float32.
 
+        A block from `from_config` without a weight_format takes the format of this layer, by the
+        names found in the checkpoint: `config` changes where the model excludes the layer from
+        quantisation or stores it in floating point. A shared expert is fused or not accordingly.
+
         Args:
             checkpoint: a folder with safetensors files, one such file, or (name, array) pairs.
             layer_index: the layer.
             prefix: of the block's names, such as ``model.layers.3.mlp``; None: found by itself.
-            quantization_config: see `load_experts`, as for progress.
-            progress: whether to show a bar.
+            quantization_config: see `load_experts`; None also: that of `from_config`.
+            gate_up_order: see `load_experts`; None also: that of the family.
+            progress: see there.
 
         Raises:
             ValueError: a layer that is dense, not there or of another kind; tensors missing or of
@@ -286,21 +295,25 @@ class MegaMoEBlock(nnx.Module):
         if self.layers is not None:
             self._check_kind(self.layers.moe_kind(layer_index), layer_index)
         tensors = BlockTensors(checkpoint, layer_index, prefix=prefix)
+        made = self._as_stored(tensors, quantization_config)
         router = self.router.read(tensors)
-        shared = {} if self.shared_expert is None else self.shared_expert.read(tensors)
-        tensors.check_all_taken(fused_shared=self.config.num_shared_experts > 0)
+        shared = {} if made.shared_expert is None else made.shared_expert.read(tensors)
+        tensors.check_all_taken(fused_shared=made.config.num_shared_experts > 0)
+        gate_up_order = gate_up_order or (self.storage and self.storage.gate_up_order)
         mesh = self._mesh_to_load_on()
         experts = load_experts(
-            self.config,
+            made.config,
             tensors.checkpoint,
             prefix=f"{tensors.prefix}.experts",
             mesh=mesh,
             axis=None if mesh is None else self.experts.axis,
             quantization_config=quantization_config,
             stored_sizes=self.stored_sizes,
+            gate_up_order=gate_up_order,
             progress=progress,
         )
         self._check_biases(experts, tensors.prefix)
+        self.config, self.shared_expert = made.config, made.shared_expert
         for module, arrays in ((self.router, router), (self.shared_expert, shared)):
             for name, array in arrays.items():
                 kind = type(getattr(module, name))
@@ -313,6 +326,35 @@ class MegaMoEBlock(nnx.Module):
             token_axes=self.experts.token_axes,
             implementation=self.experts.implementation,
         )
+
+    def _as_stored(
+        self, tensors: BlockTensors, quantization_config: Mapping[str, Any] | None
+    ) -> "MegaMoEBlock":
+        """The block in the format that the experts are stored in, of shapes alone; itself where
+        that is its own, or where its format was given.
+        """
+        if self.storage is None or not self.storage.decides_format:
+            return self
+        scheme = tensors.stored_scheme(quantization_config, self.storage.quantization_config)
+        own = self.config.weight_format.name
+        if scheme == own or (scheme == "fp8_block" and own == "mxfp8"):
+            return self
+        mesh, shared = self.experts.mesh, self.shared_expert
+        device = None if mesh is None else mesh.devices.flat[0]
+        form = format_of(scheme, device, f"{tensors.prefix}.experts")
+        make = partial(
+            MegaMoEBlock,
+            replace(self.config, weight_format=form, num_shared_experts=0, shared_format=None),
+            self.router.settings,
+            stored_sizes=self.stored_sizes,
+            shared_size=self.config.shared_size if shared is None else shared.gate_proj.shape[0],
+            has_shared_gate=shared is not None and shared.output_gate is not None,
+            has_expert_biases=getattr(self.experts, "w13_bias") is not None,
+            mesh=mesh,
+            axis=self.experts.axis,
+            implementation=self.experts.implementation,
+        )
+        return nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
 
     def _shared(self, x: Array) -> Array:
         assert self.shared_expert is not None
@@ -342,20 +384,6 @@ class MegaMoEBlock(nnx.Module):
             raise ValueError(_checks.message(prefix, words[wanted], words[has]))
 
 
-def _format(
-    hf_config: Mapping[str, Any],
-    prefix: str,
-    layer_index: int | None,
-    device: jax.Device,
-    forced: str | WeightFormat | None,
-) -> WeightFormat:
-    """`select_format`; of layers that are stored alike, its warning says the same for each."""
-    experts = "" if layer_index is None else f"{prefix.format(layer_index)}.experts"
-    if forced is None and stored_scheme(hf_config, experts) == stored_scheme(hf_config):
-        experts = ""
-    return select_format(hf_config, device, forced, prefix=experts)
-
-
 def _widened(rows: Array, config: MoEConfig) -> Array:
     """Rows with zeros up to the config's hidden size."""
     missing = config.hidden_size - rows.shape[1]
@@ -378,24 +406,3 @@ def _check_sizes(
     if config.num_shared_experts and shared_size not in (0, config.shared_size):
         expected = f"{config.shared_size}, the config's {config.num_shared_experts} experts"
         raise ValueError(_checks.message("shared_size", expected, shared_size))
-
-
-def _unfused_reason(
-    config: MoEConfig, shared_size: int, is_whole: bool, has_gate: bool
-) -> str | None:
-    """Why the shared expert cannot be fused; None where it can, or there is none."""
-    form, inter = config.weight_format.name, config.intermediate_size
-    reasons = {
-        "a gate weighs its output": has_gate,
-        "the model's sizes are rounded up": not is_whole,
-        f"its size {shared_size} is no multiple of intermediate_size {inter}": shared_size % inter,
-        f"{form} kernels fuse none": config.shared_format is None,
-        "sgl's NVFP4 kernel fuses none": form == "nvfp4" and config.kernel_source == "sgl",
-    }
-    return next((text for text, holds in reasons.items() if holds and shared_size), None)
-
-
-@lru_cache
-def _log_unfused(config: MoEConfig, reason: str) -> None:
-    """Says once for each config and reason why its shared expert is not fused."""
-    _log.info("%s adds its shared expert unfused: %s", config, reason)

@@ -1,5 +1,7 @@
 """`SharedExpert`, the expert that every token goes to, where it is not fused into the kernel."""
 
+import logging
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -10,10 +12,12 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, BFloat16, Float32
 
-from jax_megamoe.config import Activation
+from jax_megamoe.config import Activation, MoEConfig
 from jax_megamoe.nn.variables import held, replicated
 from jax_megamoe.numerics.expert import activate, matmul
 from jax_megamoe.weights.checkpoint.block_tensors import BlockTensors
+
+_log = logging.getLogger("jax_megamoe")
 
 
 class SharedExpert(nnx.Module):
@@ -74,3 +78,24 @@ class SharedExpert(nnx.Module):
             gate = tensors.take("shared_expert_gate.weight", shape=(1, hidden_size))
             arrays["output_gate"] = gate.astype(ml_dtypes.bfloat16)
         return arrays
+
+
+def unfused_reason(
+    config: MoEConfig, shared_size: int, is_whole: bool, has_gate: bool
+) -> str | None:
+    """Why the shared expert cannot be fused; None where it can, or there is none."""
+    form, inter = config.weight_format.name, config.intermediate_size
+    reasons = {
+        "a gate weighs its output": has_gate,
+        "the model's sizes are rounded up": not is_whole,
+        f"its size {shared_size} is no multiple of intermediate_size {inter}": shared_size % inter,
+        f"{form} kernels fuse none": config.shared_format is None,
+        "sgl's NVFP4 kernel fuses none": form == "nvfp4" and config.kernel_source == "sgl",
+    }
+    return next((text for text, holds in reasons.items() if holds and shared_size), None)
+
+
+@lru_cache
+def log_unfused(config: MoEConfig, reason: str) -> None:
+    """Says once for each config and reason why its shared expert is not fused."""
+    _log.info("%s adds its shared expert unfused: %s", config, reason)

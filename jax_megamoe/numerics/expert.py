@@ -1,8 +1,8 @@
 """What happens inside one expert between and after its matmuls, rounding where the kernels round.
 
 `xla` and `reference` share these steps. Sections named below are deepgemm-abi's; SM100 formats
-follow the vllm source's kernels, fp8_block the sgl source's SM90 kernel. To derivatives a rounding
-is the identity (`straight_through`).
+follow the vllm source's kernels, or those that the recipe's `Rounding` is of, fp8_block the sgl
+source's SM90 kernel. To derivatives a rounding is the identity (`straight_through`).
 """
 
 import jax
@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from jax_megamoe.config import Activation
-from jax_megamoe.formats import SGL_FP4, WeightFormat
+from jax_megamoe.formats import SGL_FP4, Recipe
 from jax_megamoe.numerics import quantization
 
 
@@ -99,10 +99,10 @@ def rounded_activation(
     gate: Float32[Array, "*shape"],
     up: Float32[Array, "*shape"],
     activation: Activation,
-    form: WeightFormat,
+    recipe: Recipe,
 ) -> Float32[Array, "*shape"]:
-    """`activate` as the format's kernel does it: SM100 rounds its inputs and the clamp to BF16."""
-    if form.architecture == "sm90":
+    """`activate` as the recipe's kernel does it: SM100 rounds its inputs and the clamp to BF16."""
+    if not recipe.rounding.rounds_gate_up:
         return activate(gate, up, activation)
     if activation.clamp is not None:
         clamp = float(ml_dtypes.bfloat16(activation.clamp))
@@ -112,25 +112,41 @@ def rounded_activation(
     return activate(round_bf16(gate), round_bf16(up), activation)
 
 
-def requantize(
+def second_input(
     act: Float32[Array, "*rows inter"],
-    form: WeightFormat,
+    weight: Float32[Array, "*rows one"] | None,
+    recipe: Recipe,
     activation_scale: Float32[Array, ""] | None,
 ) -> Float[Array, "*rows inter"]:
-    """The second matmul's input: quantised as the kernel does and decoded again (step 5).
+    """The second matmul's input: weighted, quantised as the kernel does and decoded again (steps 4
+    and 5).
 
     The result holds the decoded values, bfloat16 where those are exact (NVFP4: without the global
     activation scale, which the kernel folds into the output's factor), float32 for fp8_block.
+
+    Args:
+        act: `rounded_activation`.
+        weight: top-k weights that multiply here; None where the recipe weighs in the combine, and
+            for a shared expert.
+        recipe: the formats, and where the kernel rounds.
+        activation_scale: `input_scale` where the activation format has one.
     """
+    rounding, kind = recipe.rounding, recipe.activations.name
+    if kind == "nvfp4" and not rounding.floors_scales:
+        # One factor, as the kernel has it: it divides by the scale when it weighs.
+        assert activation_scale is not None
+        inverse = jnp.ones_like(activation_scale) / activation_scale
+        act, activation_scale = act * (inverse if weight is None else weight * inverse), None
+    elif weight is not None:
+        act = act * weight
     exact, fixed = act, lax.stop_gradient(act)
-    if form.activation_format == "bf16":
+    if kind == "bf16":
         rounded = fixed.astype(jnp.bfloat16)
-    elif form.activation_format == "mxfp8":
+    elif kind == "mxfp8":
         quantised = quantization.requantize_l2_mxfp8(fixed)
         rounded = quantization.dequantize_mxfp8(*quantised).astype(jnp.bfloat16)
-    elif form.activation_format == "nvfp4":
-        assert activation_scale is not None
-        exact = act / activation_scale
+    elif kind == "nvfp4":
+        exact = act if activation_scale is None else act / activation_scale
         quantised = quantization.requantize_l2_nvfp4(fixed, activation_scale)
         rounded = quantization.dequantize_nvfp4(*quantised, jnp.float32(1)).astype(jnp.bfloat16)
     else:

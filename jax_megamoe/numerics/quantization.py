@@ -12,11 +12,8 @@ Sources: OCP Microscaling Formats v1.0 for E2M1, E4M3 and UE8M0; vLLM and DeepGE
 is chosen.
 """
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
 from jax_megamoe import _checks
@@ -60,7 +57,6 @@ __all__ = [
     "expand_scales",
     "float32_to_ue8m0",
     "nvfp4_global_scale",
-    "nvfp4_l2_alpha",
     "pack_e2m1",
     "pack_words",
     "quantize_fp8_block",
@@ -74,8 +70,6 @@ __all__ = [
     "requantize_l2_fp8_block",
     "requantize_l2_mxfp8",
     "requantize_l2_nvfp4",
-    "shared_scale_pages",
-    "shared_scale_rows",
     "ue8m0_to_float32",
     "unpack_e2m1",
     "unpack_words",
@@ -222,12 +216,13 @@ def quantize_fp8_block(w: ArrayLike) -> tuple[jax.Array, jax.Array]:
 
 
 def quantize_tokens_nvfp4(
-    x: ArrayLike, *, source: Literal["vllm", "sgl"] = "vllm"
+    x: ArrayLike, *, floors_scales: bool = True
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """NVFP4 of tokens `x` [..., K], each under its own scale of amax / 2688.
 
-    `source` says whose staging to follow. vLLM's floors amax at 1e-12, multiplies by 1 / 2688 and
-    floors block scales; sgl's floors amax at 1e-4, divides, and multiplies values by reciprocals.
+    With `floors_scales`, as vLLM's staging, amax is floored at 1e-12 and multiplied by 1 / 2688,
+    and block scales are floored. Else, as sgl's, amax is floored at 1e-4 and divided, and values
+    are multiplied by reciprocals.
 
     Returns:
         E2M1 pairs, uint8 [..., K / 2]; block scales, float8_e4m3fn [..., K / 16]; token scales,
@@ -235,11 +230,10 @@ def quantize_tokens_nvfp4(
 
     Raises:
         TypeError: `x` is not bfloat16, float16 or float32.
-        ValueError: K is not a multiple of 16, or an unknown `source`.
+        ValueError: K is not a multiple of 16.
     """
-    _checks.one_of("source", source, ["vllm", "sgl"])
     largest = block_amax(to_float32("x", x), (-1,), skip_nan=True)[..., 0]
-    if source == "vllm":
+    if floors_scales:
         token_scale = jnp.maximum(largest, 1e-12) * (1 / NVFP4_MAX)
         return *quantize_nvfp4(x, token_scale), token_scale
     token_scale = divide(jnp.maximum(largest, _MX_AMAX_FLOOR), NVFP4_MAX)
@@ -257,14 +251,26 @@ def quantize_tokens_fp8_block(x: ArrayLike) -> tuple[jax.Array, jax.Array]:
     return quantize_fp8_rows(x)
 
 
-def requantize_l2_nvfp4(a: ArrayLike, activation_scale: ArrayLike) -> tuple[jax.Array, jax.Array]:
+def requantize_l2_nvfp4(
+    a: ArrayLike, activation_scale: ArrayLike | None
+) -> tuple[jax.Array, jax.Array]:
     """The second matmul's NVFP4 input from `a` [..., K] under one float32 scale, as vLLM's kernel.
+
+    With the scale None, as sgl's kernel: `a` is divided by it already, block scales are E4M3 of
+    amax * (1 / 6) without a floor, and values are products with 1 / scale, 0 where that is 0.
 
     Raises:
         TypeError: `a` or `activation_scale` has another dtype.
         ValueError: K is not a multiple of 16.
     """
-    return quantize_nvfp4(a, activation_scale, reciprocal=True)
+    if activation_scale is not None:
+        return quantize_nvfp4(a, activation_scale, reciprocal=True)
+    grouped = split_blocks("a", to_float32("a", a), 16)
+    scales = to_e4m3(block_amax(grouped, (-1,)) * (1 / E2M1_MAX))
+    decoded = from_e4m3(scales)
+    inverse = jnp.where(decoded > 0, divide(jnp.ones_like(decoded), decoded), 0.0)
+    codes = encode_e2m1(grouped * inverse)
+    return pack_e2m1(codes.reshape(jnp.shape(a))), scales[..., 0]
 
 
 def requantize_l2_fp8_block(a: ArrayLike) -> tuple[jax.Array, jax.Array]:
@@ -278,11 +284,6 @@ def requantize_l2_fp8_block(a: ArrayLike) -> tuple[jax.Array, jax.Array]:
         ValueError: K is not a multiple of 128.
     """
     return quantize_fp8_rows(a, by_product=True)
-
-
-def nvfp4_l2_alpha(w2_global_scale: ArrayLike, activation_scale: ArrayLike) -> jax.Array:
-    """Factor of the second matmul's sum: w2's global scales [E] times the one L2 input scale."""
-    return jnp.asarray(w2_global_scale, jnp.float32) * jnp.asarray(activation_scale, jnp.float32)
 
 
 def dequantize_mxfp8(values: ArrayLike, exponents: ArrayLike) -> jax.Array:
@@ -338,36 +339,6 @@ def dequantize_fp8_block(values: ArrayLike, scales: ArrayLike) -> jax.Array:
 
 
 dequantize_tokens_fp8_block = dequantize_fp8_block
-
-
-def shared_scale_rows(num_tokens: int, block_m: int) -> np.ndarray:
-    """Where each token's scales stand in a fused shared expert's scale pages, int64 [num_tokens].
-
-    Each tile of `block_m` tokens has a page of `block_m` rows rounded up to 128, in the tensor
-    core's row order: within 128 rows, 32 j + i at 4 i + j.
-    """
-    token = np.arange(num_tokens)
-    tile, row = np.divmod(token, block_m)
-    page = -(-block_m // 128) * 128
-    return tile * page + row // 128 * 128 + row % 32 * 4 + row % 128 // 32
-
-
-def shared_scale_pages(scales: ArrayLike, block_m: int, num_rows: int | None = None) -> jax.Array:
-    """Token scale bytes [T, K / 32] as a fused shared expert's pages, int32 [K / 128, num_rows],
-    rows contiguous.
-
-    `num_rows` defaults to the pages in use; rows that no token has are 0.
-
-    Raises:
-        TypeError: the scales are not bytes.
-        ValueError: K / 32 is not a multiple of 4, or `num_rows` is too small.
-    """
-    words = pack_words(jnp.asarray(scales))
-    rows = shared_scale_rows(words.shape[0], block_m)
-    used = -(-words.shape[0] // block_m) * (-(-block_m // 128) * 128)
-    num_rows = used if num_rows is None else num_rows
-    _checks.at_most("scale rows in use", used, num_rows, "num_rows")
-    return jnp.zeros((words.shape[1], num_rows), jnp.int32).at[:, rows].set(words.T)
 
 
 def _exponents(grouped: jax.Array, limit: float, *, skip_nan: bool) -> jax.Array:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, BFloat16, Float32
 
+from jax_megamoe.formats import ActivationFormat, Recipe
 from jax_megamoe.numerics import quantization
 
 
@@ -42,41 +43,41 @@ class QuantizedTokens:
         return quantization.dequantize_tokens_fp8_block(self.values, self.scale)
 
 
-_TOKEN_DTYPES = {
-    "mxfp8": (jnp.float8_e4m3fn, jnp.uint8),
-    "nvfp4": (jnp.uint8, jnp.float8_e4m3fn),
-    "bf16": (jnp.bfloat16, None),
-    "fp8_block": (jnp.float8_e4m3fn, jnp.float32),
+_SCALE_DTYPES = {
+    "ue8m0": jnp.uint8,
+    "e4m3": jnp.float8_e4m3fn,
+    "float32": jnp.float32,
+    "none": None,
 }
-"""dtypes of the values and their block scales, by activation format."""
 
 
-def restore_tokens(bits: QuantizedTokens, activation_format: str) -> QuantizedTokens:
+def restore_tokens(bits: QuantizedTokens, activations: ActivationFormat) -> QuantizedTokens:
     """Tokens from their bits as unsigned integers (a token scale's: uint32)."""
-    values, scale = _TOKEN_DTYPES[activation_format]
 
     def cast(array: Array | None, dtype: Any) -> Array | None:
         return None if array is None else lax.bitcast_convert_type(array, dtype)
 
     return QuantizedTokens(
-        lax.bitcast_convert_type(bits.values, values),
-        cast(bits.scale, scale),
+        lax.bitcast_convert_type(bits.values, jnp.dtype(activations.storage)),
+        cast(bits.scale, _SCALE_DTYPES[activations.scale]),
         cast(bits.token_scale, jnp.float32),
     )
 
 
-def quantize_tokens(x: BFloat16[Array, "tokens hidden"], activation_format: str) -> QuantizedTokens:
-    """Tokens in the form a format dispatches them.
+def quantize_tokens(x: BFloat16[Array, "tokens hidden"], recipe: Recipe) -> QuantizedTokens:
+    """Tokens as kernels of a recipe dispatch them.
 
     Args:
         x: bfloat16 [T, H].
-        activation_format: ``"mxfp8"``, ``"nvfp4"``, ``"bf16"`` or ``"fp8_block"``.
+        recipe: whose activation format and rounding they get.
     """
-    if activation_format == "bf16":
-        return QuantizedTokens(x)
-    quantise = {
-        "mxfp8": quantization.quantize_tokens_mxfp8,
-        "nvfp4": quantization.quantize_tokens_nvfp4,
-        "fp8_block": quantization.quantize_tokens_fp8_block,
-    }[activation_format]
-    return QuantizedTokens(*quantise(x))
+    match recipe.activations.name:
+        case "bf16":
+            return QuantizedTokens(x)
+        case "mxfp8":
+            return QuantizedTokens(*quantization.quantize_tokens_mxfp8(x))
+        case "nvfp4":
+            floors = recipe.rounding.floors_scales
+            return QuantizedTokens(*quantization.quantize_tokens_nvfp4(x, floors_scales=floors))
+        case _:
+            return QuantizedTokens(*quantization.quantize_tokens_fp8_block(x))

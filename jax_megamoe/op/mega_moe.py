@@ -156,7 +156,7 @@ def call(
     chosen = _choose(config, weights, place, x, implementation)
     capture(name, tokens.topk_ids, padding_mask, None if place.inside else place.mesh)
     missing = 0 if place.inside else -num_tokens % place.num_parts
-    launch = partial(run, call=chosen._replace(with_stats=return_stats))
+    launch: Callable[..., Any] = partial(run, call=chosen._replace(with_stats=return_stats))
     typed_by = explicit_mesh((tokens, parameters)) if place.axis is None else None
     if typed_by is not None:
         # Copies on the devices of an Explicit mesh, in a call that knows of none.

@@ -10,14 +10,14 @@ from jax import lax
 from jaxtyping import Array, BFloat16, Bool, Float, Float32, Int32
 
 from jax_megamoe.config import Activation, MoEConfig
-from jax_megamoe.formats import WEIGHT_FORMATS, WeightFormat
+from jax_megamoe.formats import RECIPES, Recipe
 from jax_megamoe.mesh import Axis
 from jax_megamoe.numerics import expert
 from jax_megamoe.numerics.tokens import QuantizedTokens
 from jax_megamoe.op.staged_tokens import StagedTokens, physical_routing, stage
 from jax_megamoe.routing.replicas import ReplicaMap, check_map
 from jax_megamoe.weights.experts import dequantize_biases, dequantize_experts, dequantize_shared
-from jax_megamoe.weights.params import ExpertWeights, check_weights
+from jax_megamoe.weights.params import ExpertWeights, check_weights, recipe_for
 
 _einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
@@ -92,6 +92,7 @@ def _einsum_moe(
             topk_ids,
             topk_weights,
             config=config,
+            recipe=recipe_for(config, weights),
             padding_mask=padding_mask,
             eplb=eplb,
             fused_shared=fused,
@@ -122,9 +123,9 @@ def moe(
         num_ranks: its size.
         exact: float32 throughout.
     """
-    form = config.weight_format
+    recipe = recipe_for(config, weights)
     scale = None
-    if form.weight.has_global_scale and not exact:
+    if recipe.activations.has_global_scale and not exact:
         scale = expert.input_scale(weights.w2_input_scale, axis)
     everyone, first_expert = staged, jnp.int32(0)
     if axis is not None:
@@ -135,7 +136,7 @@ def moe(
     if axis is not None:
         slots = lax.psum_scatter(slots, axis, scatter_dimension=0, tiled=True)
     shared = _shared(staged, weights, config, exact)
-    weighs = exact or form.weighs_in_combine
+    weighs = exact or recipe.rounding.weighs_in_combine
     return expert.combine(slots, staged.topk_weights if weighs else None, shared)
 
 
@@ -195,6 +196,7 @@ def _slots(
     exact: bool,
 ) -> Float32[Array, "tokens top_k hidden"]:
     """Each (token, slot)'s output, zero where `weights` do not hold the slot's expert."""
+    recipe = recipe_for(config, weights)
     gate, up, down = dequantize_experts(config, weights)
     local = dict(gate=gate, up=up, down=down) | dequantize_biases(weights)
     local["id"] = first_expert + jnp.arange(gate.shape[0], dtype=jnp.int32)
@@ -206,7 +208,7 @@ def _slots(
             _only(staged.tokens, here.any(axis=1)),
             staged.topk_weights,
             parts,
-            (config.activation, config.weight_format, exact),
+            (config.activation, recipe, exact),
             activation_scale,
         )
         return jnp.where(here[..., None], y, slots), None
@@ -225,7 +227,7 @@ def _shared(
         zip(("gate", "up", "down"), dequantize_shared(config, weights), strict=True)
     )
     ones = jnp.ones((staged.topk_ids.shape[0], 1), jnp.float32)
-    how = (config.activation, WEIGHT_FORMATS[config.shared_format], exact)
+    how = (config.activation, RECIPES[config.shared_format], exact)
     return _expert(staged.shared_tokens, ones, parts, how, None)[:, 0]
 
 
@@ -233,11 +235,11 @@ def _expert(
     tokens: QuantizedTokens,
     topk_weights: Float32[Array, "tokens slots"],
     parts: dict[str, Any],
-    how: tuple[Activation, WeightFormat, bool],
+    how: tuple[Activation, Recipe, bool],
     activation_scale: Array | None,
 ) -> Float32[Array, "tokens slots hidden"]:
     """One expert on all tokens, once for each slot's top-k weight."""
-    activation, form, exact = how
+    activation, recipe, exact = how
     x = tokens.decoded().astype(jnp.float32)
     gate = _einsum("th,ih->ti", x, parts["gate"])
     up = _einsum("th,ih->ti", x, parts["up"])
@@ -248,15 +250,16 @@ def _expert(
     if exact:
         act = expert.activate(gate, up, activation)
     else:
-        act = expert.rounded_activation(gate, up, activation, form)
-    weighs_here = not (exact or form.weighs_in_combine)
-    factor = topk_weights if weighs_here else jnp.ones_like(topk_weights)
-    act = act[:, None] * factor[..., None]
+        act = expert.rounded_activation(gate, up, activation, recipe)
+    act = jnp.broadcast_to(act[:, None], (*topk_weights.shape, act.shape[-1]))
+    early = not (exact or recipe.rounding.weighs_in_combine)
     if not exact:
-        act = expert.requantize(act, form, activation_scale).astype(jnp.float32)
+        factor = topk_weights[..., None] if early else None
+        act = expert.second_input(act, factor, recipe, activation_scale).astype(jnp.float32)
     y = _einsum("tki,hi->tkh", act, parts["down"])
     if activation_scale is not None:
         y = y * activation_scale
     if "down_bias" in parts:
-        y = y + factor[..., None] * parts["down_bias"][None, None]
+        bias = parts["down_bias"][None, None]
+        y = y + (topk_weights[..., None] * bias if early else bias)
     return y if exact else expert.round_bf16(y)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Bool, Float32, Int32
 
 from jax_megamoe.config import MoEConfig
+from jax_megamoe.formats import RECIPES, Recipe
 from jax_megamoe.numerics.tokens import QuantizedTokens, quantize_tokens
 from jax_megamoe.routing.replicas import ReplicaMap, logical_ids, physical_ids
 
@@ -49,6 +50,7 @@ def stage(
     topk_weights: Float32[Array, "tokens top_k"],
     *,
     config: MoEConfig,
+    recipe: Recipe | None = None,
     padding_mask: Bool[Array, " tokens"] | None = None,
     eplb: ReplicaMap | None = None,
     fused_shared: bool = False,
@@ -60,21 +62,23 @@ def stage(
         topk_ids: int32 [T, K], logical expert ids, -1 for unrouted.
         topk_weights: float32 [T, K].
         config: the layer.
+        recipe: the config's with the rounding of a kernel (`recipe_for`); None: the config's.
         padding_mask: bool [T], True for rows that are no tokens.
         eplb: where replicas are; None: the config's initial map.
         fused_shared: the weights hold a fused shared expert.
 
     Returns:
-        Tokens quantised by the rules of the format (behaviour.md section 4), physical ids and
+        Tokens quantised by the rules of the recipe, physical ids and
         weights, the weight 0 wherever the id is -1.
     """
     ids, weights = physical_routing(
         topk_ids, topk_weights, config=config, padding_mask=padding_mask, eplb=eplb
     )
-    activation_format = config.weight_format.activation_format
-    tokens = quantize_tokens(x, activation_format)
+    recipe = recipe or config.recipe
+    tokens = quantize_tokens(x, recipe)
     shared_tokens = None
     if fused_shared and config.shared_format is not None:
-        same = config.shared_format == activation_format
-        shared_tokens = tokens if same else quantize_tokens(x, config.shared_format)
+        shared = RECIPES[config.shared_format]
+        same = shared.activations == recipe.activations
+        shared_tokens = tokens if same else quantize_tokens(x, shared)
     return StagedTokens(tokens, ids, weights, shared_tokens)

@@ -18,6 +18,7 @@ from jaxtyping import Array, BFloat16, Bool, Float32, Int32
 
 from jax_megamoe import _checks
 from jax_megamoe.config import MoEConfig
+from jax_megamoe.formats import RECIPES
 from jax_megamoe.launch import deep_gemm
 from jax_megamoe.mesh import Axis, axis_names, reshard, vary, varying_axes
 from jax_megamoe.numerics import expert
@@ -25,7 +26,7 @@ from jax_megamoe.numerics.tokens import quantize_tokens
 from jax_megamoe.op import reference, xla
 from jax_megamoe.op.staged_tokens import StagedTokens, stage
 from jax_megamoe.routing.replicas import ReplicaMap
-from jax_megamoe.weights.params import ExpertWeights
+from jax_megamoe.weights.params import ExpertWeights, recipe_for
 
 
 class Tokens(NamedTuple):
@@ -231,7 +232,7 @@ def _launch(tokens: Tokens, parameters: Parameters, call: Call) -> Result:
     if not route.fuses_shared:
         assert config.shared_format is not None
         with jax.named_scope("mega_moe/shared"):
-            quantised = quantize_tokens(tokens.x, config.shared_format)
+            quantised = quantize_tokens(tokens.x, RECIPES[config.shared_format])
             shared = xla.shared_expert(quantised, weights, config)
             assert shared is not None
             y = add_shared(y, shared, tokens.padding_mask)
@@ -243,6 +244,7 @@ def _staged(tokens: Tokens, parameters: Parameters, call: Call) -> StagedTokens:
         return stage(
             *tokens[:3],
             config=call.config,
+            recipe=recipe_for(call.config, parameters.weights),
             padding_mask=tokens.padding_mask,
             eplb=parameters.eplb,
             fused_shared=parameters.weights.shared is not None,

@@ -13,14 +13,14 @@ from jax import lax
 from jaxtyping import Array, BFloat16, Float32, Int32, UInt16
 
 from jax_megamoe.config import MoEConfig
-from jax_megamoe.formats import INTERLEAVE_8, WEIGHT_FORMATS, WeightFormat
+from jax_megamoe.formats import INTERLEAVE_8, RECIPES, Recipe
 from jax_megamoe.mesh import Axis
 from jax_megamoe.numerics import expert
 from jax_megamoe.numerics.tokens import QuantizedTokens, restore_tokens
 from jax_megamoe.op.staged_tokens import StagedTokens
 from jax_megamoe.weights.experts import stored_matrix
 from jax_megamoe.weights.layout import join_rows
-from jax_megamoe.weights.params import ExpertWeights
+from jax_megamoe.weights.params import ExpertWeights, recipe_for
 
 _SLACK = 1.25
 """Rows that one exchange carries to a rank, over an even share; the rest go in another round."""
@@ -47,7 +47,7 @@ class _Mlp:
     """What an expert computes, apart from its parameters."""
 
     config: MoEConfig
-    form: WeightFormat
+    recipe: Recipe
     layout: str
     activation_scale: Array | None = None
 
@@ -90,7 +90,7 @@ def moe(
     with jax.named_scope("mega_moe/shared"):
         shared = shared_expert(staged.shared_tokens, weights, config)
     with jax.named_scope("mega_moe/combine"):
-        factors = staged.topk_weights if mlp.form.weighs_in_combine else None
+        factors = staged.topk_weights if mlp.recipe.rounding.weighs_in_combine else None
         return expert.combine(slots, factors, shared)
 
 
@@ -133,11 +133,11 @@ def gradients(
 
 
 def _routed_mlp(weights: ExpertWeights, config: MoEConfig, axis: Axis | None) -> _Mlp:
-    form = config.weight_format
+    recipe = recipe_for(config, weights)
     scale = None
-    if form.weight.has_global_scale:
+    if recipe.activations.has_global_scale:
         scale = expert.input_scale(weights.w2_input_scale, axis)
-    return _Mlp(config, form, weights.layout, scale)
+    return _Mlp(config, recipe, weights.layout, scale)
 
 
 def _bits(array: Array) -> Array:
@@ -267,7 +267,7 @@ def _grouped(
 
 
 def _block_outputs(rows: _Rows, fields: dict[str, Any], mlp: _Mlp) -> UInt16[Array, "rows hidden"]:
-    tokens = restore_tokens(rows.tokens, mlp.form.activation_format)
+    tokens = restore_tokens(rows.tokens, mlp.recipe.activations)
     return _bits(_apply(tokens, rows.weight, fields, mlp))
 
 
@@ -277,13 +277,13 @@ def _block_gradients(
     """Gradients of a block of rows of one expert: the tokens', and in the last column their
     weights'."""
     assert rows.cotangent is not None
-    tokens = restore_tokens(rows.tokens, mlp.form.activation_format)
+    tokens = restore_tokens(rows.tokens, mlp.recipe.activations)
     cotangent = lax.bitcast_convert_type(rows.cotangent, jnp.bfloat16).astype(jnp.float32)
 
     def weighted(values: Array, weight: Array) -> Array:
         decoded = QuantizedTokens(values, None, tokens.token_scale)
         y = _apply(decoded, weight, fields, mlp).astype(jnp.float32)
-        return y * weight[:, None] if mlp.form.weighs_in_combine else y
+        return y * weight[:, None] if mlp.recipe.rounding.weighs_in_combine else y
 
     _, pull = jax.vjp(weighted, tokens.decoded().astype(jnp.float32), rows.weight)
     of_values, of_weight = pull(cotangent)
@@ -312,9 +312,11 @@ def _expert_fields(weights: ExpertWeights, e: Array, mlp: _Mlp) -> dict[str, Any
         "w13_bias": None if bias is None else join_rows(bias, mlp.layout, axis=-1),
         "w2_bias": one.get("w2_bias"),
     }
-    if mlp.activation_scale is not None:
+    fields["l1_alpha"], fields["l2_alpha"] = None, mlp.activation_scale
+    if mlp.recipe.weights.weight.has_global_scale:
+        scale = one["w2_weight_scale_2"]
         fields["l1_alpha"] = one["w13_weight_scale_2"]
-        fields["l2_alpha"] = one["w2_weight_scale_2"] * mlp.activation_scale
+        fields["l2_alpha"] = scale if mlp.activation_scale is None else scale * mlp.activation_scale
     return fields
 
 
@@ -322,7 +324,7 @@ def _decode(arrays: dict[str, Array], name: str, mlp: _Mlp) -> Array:
     return stored_matrix(
         arrays[name],
         arrays.get(f"{name}_scale"),
-        mlp.form,
+        mlp.recipe.weights,
         w13=name == "w13_weight",
         layout=mlp.layout,
     )
@@ -333,20 +335,24 @@ def _apply(
 ) -> BFloat16[Array, "rows hidden"]:
     """One expert's gated MLP on a block of rows with their top-k weights."""
     h = expert.matmul(tokens.decoded(), fields["w13"])
+    alpha = fields["l1_alpha"]
     if tokens.token_scale is not None:
-        h = h * (tokens.token_scale * fields["l1_alpha"])[:, None]
+        alpha = tokens.token_scale if alpha is None else tokens.token_scale * alpha
+        h = h * alpha[:, None]
+    elif alpha is not None:
+        h = h * alpha
     if fields["w13_bias"] is not None:
         h = h + fields["w13_bias"][None]
     gate, up = expert.split_gate_up(h, mlp.layout)
-    act = expert.rounded_activation(gate, up, mlp.config.activation, mlp.form)
-    if not mlp.form.weighs_in_combine:
-        act = act * weight[:, None]
-    y = expert.matmul(expert.requantize(act, mlp.form, mlp.activation_scale), fields["w2"])
-    if mlp.activation_scale is not None:
+    act = expert.rounded_activation(gate, up, mlp.config.activation, mlp.recipe)
+    early = None if mlp.recipe.rounding.weighs_in_combine else weight[:, None]
+    act = expert.second_input(act, early, mlp.recipe, mlp.activation_scale)
+    y = expert.matmul(act, fields["w2"])
+    if fields["l2_alpha"] is not None:
         y = y * fields["l2_alpha"]
     if fields["w2_bias"] is not None:
         bias = fields["w2_bias"][None]
-        y = y + (bias if mlp.form.weighs_in_combine else bias * weight[:, None])
+        y = y + (bias if early is None else bias * early)
     return expert.round_bf16(y).astype(jnp.bfloat16)
 
 
@@ -357,8 +363,7 @@ def shared_expert(
     shared = weights.shared
     if shared is None or tokens is None or config.shared_format is None:
         return None
-    form = WEIGHT_FORMATS[config.shared_format]
-    mlp = _Mlp(config, form, INTERLEAVE_8)
+    mlp = _Mlp(config, RECIPES[config.shared_format], INTERLEAVE_8)
     arrays = {
         "w13_weight": shared.l1_weight,
         "w13_weight_scale": shared.l1_weight_scale,
@@ -367,5 +372,5 @@ def shared_expert(
     }
     fields = {"w13": _decode(arrays, "w13_weight", mlp), "w2": _decode(arrays, "w2_weight", mlp)}
     ones = jnp.ones(tokens.values.shape[0], jnp.float32)
-    fields |= {"w13_bias": None, "w2_bias": None}
+    fields |= dict.fromkeys(("w13_bias", "w2_bias", "l1_alpha", "l2_alpha"))
     return _apply(tokens, ones, fields, mlp).astype(jnp.float32)

@@ -4,17 +4,32 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class CodeOptions:
+    """Choices of a compiler that decide a kernel's code.
+
+    Attributes:
+        register_level: ptxas' effort to use registers, 0 to 10; DeepGEMM's host code says 10.
+        fast_math: subnormal float32 numbers become 0, divisions and exponentials are approximate.
+    """
+
+    register_level: int = 10
+    fast_math: bool = False
+
+
+@dataclass(frozen=True)
 class KernelSpec:
     """One instantiation of a kernel template: all that a compiler must know.
 
     Attributes:
-        source: distribution the header comes from: ``"sgl"``, ``"vllm"`` or ``"jax_megamoe"``.
+        source: distribution the header comes from: ``"sgl"``, ``"vllm"``, ``"flashinfer"`` or
+            ``"jax_megamoe"``.
         arch: the compiler's architecture, for example ``"sm_100f"``.
         header: as included, for example ``"deep_gemm/impls/sm90_fp8_mega_moe.cuh"``.
         symbol: the template's name inside the source's namespace.
         template_args: C++ text of each argument, in order.
         parameter_types: C++ type of each kernel parameter, in order; asserted when compiling.
         prelude: C++ text before the header is included: macros that change it.
+        options: of the compiler.
     """
 
     source: str
@@ -24,6 +39,7 @@ class KernelSpec:
     template_args: tuple[str, ...]
     parameter_types: tuple[str, ...]
     prelude: str = ""
+    options: CodeOptions = CodeOptions()
 
 
 @dataclass(frozen=True)

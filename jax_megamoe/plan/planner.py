@@ -105,7 +105,7 @@ def plan_mega_moe(
     _raise_first(_violations(config, problem, device, source))
     if routing is not None:
         _checks.at_most("num_logical", routing.num_logical, config.num_experts, "num_experts")
-    family = None if config.weight_format.architecture == "sm90" else _family(config, source)
+    family = None if config.weight_format.name == "fp8_block" else _family(config, source)
     return _plan(
         family, problem, device, routing, _staging_by(family, problem, routing, staging_by)
     )
@@ -176,7 +176,7 @@ def _problem(config: MoEConfig, num_tokens: int, num_ranks: int, source: str) ->
         max_num_tokens=config.max_num_tokens,
         num_tokens=num_tokens,
         # Under shard_map every rank has as many rows, so the most tokens of any rank are known.
-        num_tokens_bound=num_tokens if config.weight_format.architecture == "sm90" else 0,
+        num_tokens_bound=num_tokens if config.weight_format.name == "fp8_block" else 0,
         weight_format=config.weight_format.name,
         num_shared_experts=config.num_shared_experts,
         shared_format=config.shared_format if config.num_shared_experts else None,
@@ -196,7 +196,7 @@ def _violations(
     config: MoEConfig, problem: Problem, device: DeviceSpec, source: str
 ) -> Iterator[Exception]:
     """Limits that a plan for this number of tokens breaks."""
-    sm90 = config.weight_format.architecture == "sm90"
+    sm90 = config.weight_format.name == "fp8_block"
     if sm90 and source != "sgl":
         yield NotImplementedError(_checks.message("source", "sgl for fp8_block", source))
     if _activation(config.activation, source) is None:
@@ -237,7 +237,7 @@ def _all_violations(
     empty = _problem(config, 0, num_ranks, source)
     yield from _violations(config, empty, device, source)
     every = range(config.max_num_tokens + 1)
-    if config.weight_format.architecture == "sm90":
+    if config.weight_format.name == "fp8_block":
         # The tile height and the batch size change once each; stages depend on nothing else.
         changes = (64 * config.num_experts // (num_ranks * config.top_k), 8192)
         for num_tokens in (*changes, *(change + 1 for change in changes), config.max_num_tokens):

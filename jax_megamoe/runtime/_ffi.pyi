@@ -1,4 +1,9 @@
-"""The compiled half: FFI handlers that replay launch plans, and the registries behind them."""
+"""The compiled half: FFI handlers that replay launch plans, and the registries behind them.
+
+All of it may run at once on any threads, launches beside buffers that come and go included: a
+launch whose buffer is unregistered meanwhile either enqueues all of its steps first, or raises.
+Error texts are UTF-8 without control characters; other bytes become ``\\xNN``.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -50,7 +55,8 @@ class Program:
         operands: Sequence[tuple[int, int]],
         results: Sequence[tuple[int, int]],
     ) -> None:
-        """Enqueues the plan's steps on a stream (a CUstream as an integer); raises as `prepare`."""
+        """Enqueues the plan's steps on a stream (a CUstream as an integer). The arrays need not be
+        those of `prepare`; raises as it does."""
 
 def set_cubin_provider(provider: Callable[[str], bytes]) -> None:
     """Sets what turns a kernel's specification (JSON) into machine code. Called once per kernel and
@@ -75,11 +81,12 @@ def register_symmetric_buffer(
         num_bytes: of the own buffer.
 
     Raises:
-        ValueError: rank, addresses or alignment are wrong, or the name is taken on this device.
+        ValueError: rank, addresses, alignment or num_bytes are wrong, or the name is taken on this
+            device.
     """
 
 def unregister_symmetric_buffer(key: str, device_ordinal: int) -> None:
-    """Forgets a buffer, before it is freed.
+    """Forgets a buffer, before it is freed. Waits until launches that found it are enqueued.
 
     Raises:
         RuntimeError: there is none, or the CUDA graph of a live executable holds its address.

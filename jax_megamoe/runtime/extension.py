@@ -13,7 +13,7 @@ import jax
 
 from jax_megamoe import compile as compiler
 from jax_megamoe._checks import message
-from jax_megamoe.plan.kernel import KernelSpec
+from jax_megamoe.plan.kernel import CodeOptions, KernelSpec
 
 TARGET = "jax_megamoe_launch"
 """FFI target that XLA runs outside CUDA graphs."""
@@ -28,11 +28,30 @@ def encode_kernel(spec: KernelSpec) -> str:
 
 
 def decode_kernel(text: str) -> KernelSpec:
-    """The inverse of `encode_kernel`."""
-    fields: dict[str, Any] = json.loads(text)
-    for name in ("template_args", "parameter_types"):
-        fields[name] = tuple(fields[name])
-    return KernelSpec(**fields)
+    """The inverse of `encode_kernel`.
+
+    Raises:
+        ValueError: `text` is not what `encode_kernel` makes; it may come with any program.
+    """
+    try:
+        fields: dict[str, Any] = json.loads(text)
+        for name in ("template_args", "parameter_types"):
+            fields[name] = tuple(fields[name])
+        fields["options"] = CodeOptions(**fields.get("options", {}))
+        spec = KernelSpec(**fields)
+        if json.loads(text) == json.loads(encode_kernel(spec)) and _is_typed(spec):
+            return spec
+    except (TypeError, ValueError, KeyError, AttributeError, RecursionError):
+        pass
+    expected = "the JSON of a KernelSpec"
+    raise ValueError(message("kernel specification", expected, repr(text[:200])))
+
+
+def _is_typed(spec: KernelSpec) -> bool:
+    lists = (*spec.template_args, *spec.parameter_types)
+    texts = (spec.source, spec.arch, spec.header, spec.symbol, spec.prelude, *lists)
+    level, fast = spec.options.register_level, spec.options.fast_math
+    return all(isinstance(each, str) for each in texts) and (type(level), type(fast)) == (int, bool)
 
 
 def _cubin(spec: str) -> bytes:

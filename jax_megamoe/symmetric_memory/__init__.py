@@ -10,8 +10,9 @@ of the host import it as a file descriptor, those of other hosts as a FABRIC han
 
 import contextlib
 import functools
+import hashlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -71,7 +72,15 @@ class _Buffer(NamedTuple):
 
 
 class SymmetricMemory:
-    """The symmetric buffers of a process, by key. Its methods may be called from any thread."""
+    """The symmetric buffers of a process, by key.
+
+    Threads may call any methods at once. `keys`, and `allocate` for a key that is allocated, never
+    wait. Another `allocate`, which may wait for other processes, and `close` take turns. Launches
+    may run beside all of them: `close` waits for a launch that found its buffer and frees after it;
+    a later launch raises. A call over several ranks is a launch on each, so end such calls (with
+    `jax.block_until_ready`) before `close`: a rank that is refused leaves the others waiting in the
+    kernel.
+    """
 
     def __init__(
         self,
@@ -87,28 +96,42 @@ class SymmetricMemory:
         """
         self._open_driver = functools.cache(open_driver)
         self._open_registry = open_registry
-        self._buffers: dict[str, _Buffer] = {}
+        # Never changed, only replaced (with `_lock` held), so that readers need no lock: one may
+        # be held for as long as another process takes.
+        self._buffers: Mapping[str, _Buffer] = {}
         self._lock = threading.RLock()
 
     def allocate(
-        self, key: str, num_bytes: int, groups: Groups, *, timeout: float | None = None
+        self,
+        key: str,
+        num_bytes: int,
+        groups: Groups,
+        *,
+        facts: Callable[[], Mapping[str, object]] = dict,
+        prepare: Callable[[], object] | None = None,
+        timeout: float | None = None,
     ) -> None:
         """Gives every rank of every group a zeroed buffer that its whole group can reach.
 
         Every process with a device in `groups` calls it, with the same arguments and in the same
-        order among calls for one key, while no MegaMoE kernel runs. It returns when all ranks are
-        ready, and at once where the key is allocated. If it raises, this process holds nothing of
-        it.
+        order among calls for these groups, while no MegaMoE kernel runs. The processes compare
+        their arguments first. It returns when all ranks are ready, and at once where the key is
+        allocated. If it raises, this process holds nothing of it.
 
         Args:
             key: names the buffers; the same on every rank.
             num_bytes: of each buffer.
             groups: the devices of each expert-parallel group in rank order (see `groups_of`).
+            facts: returns what else must be equal in every process, by name; compared as text.
+                Called if there are several processes.
+            prepare: called once the processes agree, before anything is allocated; if it raises in
+                one process, the others raise too.
             timeout: as for `meet`.
 
         Raises:
-            ValueError: the key was allocated with other bytes or groups, here or elsewhere; a
-                device in two places; devices of different kinds in a group.
+            ValueError: an argument or a fact differs between processes, with each one's value; the
+                key was allocated with other bytes or groups; a device in two places; devices of
+                different kinds in a group.
             NotImplementedError: a device is not CUDA's, or cannot reach a peer's memory.
             ImportError: cuda-bindings, the driver or the compiled module is missing.
             RuntimeError: too little memory, with the bytes needed and free; no jax.distributed;
@@ -122,15 +145,22 @@ class SymmetricMemory:
             raise ValueError(_checks.message("groups", "each device once", f"devices {ids}"))
         if not _takes_part(groups):
             return
-        with self._lock:
-            held = self._buffers.get(key)
-            if held is None:
-                self._buffers[key] = self._allocate(key, num_bytes, groups, timeout)
-            elif (num_bytes, ids) != (held.num_bytes, held.groups):
-                expected = f"{held.num_bytes} bytes over devices {held.groups}, as allocated"
-                got = f"{num_bytes} over {ids}"
-                hint = "close it first, or use another key"
-                raise ValueError(_checks.message(f"symmetric buffer {key!r}", expected, got, hint))
+        if key not in self._buffers:
+            with self._lock:
+                if key not in self._buffers:
+                    team = _team_for_buffer(key, ids, groups, timeout)
+                    team.agree(lambda: {**facts(), "num_bytes": num_bytes, "key": key})
+                    if prepare is not None:
+                        team.share("prepare", lambda: bool(prepare()))
+                    buffer = self._allocate(team, key, num_bytes, groups)
+                    self._buffers = {**self._buffers, key: buffer}
+                    return
+        held = self._buffers.get(key)
+        if held is not None and (num_bytes, ids) != (held.num_bytes, held.groups):
+            expected = f"{held.num_bytes} bytes over devices {held.groups}, as allocated"
+            got = f"{num_bytes} over {ids}"
+            hint = "close it first, or use another key"
+            raise ValueError(_checks.message(f"symmetric buffer {key!r}", expected, got, hint))
 
     def keys(self, start: str = "") -> list[str]:
         """The keys beginning with `start` under which this process has buffers."""
@@ -139,21 +169,23 @@ class SymmetricMemory:
     def close(self, key: str | None = None) -> None:
         """Frees this process's buffers under `key`, or all of them; does nothing where none are.
 
-        Waits for this process's devices. Memory that other processes have mapped lives until they
-        close it too, so their order does not matter; a launch after this finds no buffer.
+        Waits for this process's launches and devices. Memory that other processes have mapped lives
+        until they close it too, so their order does not matter; a launch after this finds no
+        buffer.
 
         Raises:
             RuntimeError: a live executable with CUDA graphs holds an address; nothing was freed of
                 that key.
         """
         with self._lock:
-            for name in list(self._buffers) if key is None else [key]:
-                if name in self._buffers:
-                    self._unregister(name, self._buffers[name].registrations)
-                    self._buffers.pop(name).memory.close()
+            for name in tuple(self._buffers) if key is None else (key,):
+                held = self._buffers.get(name)
+                if held is not None:
+                    self._unregister(name, held.registrations)
+                    self._buffers = {k: v for k, v in self._buffers.items() if k != name}
+                    held.memory.close()
 
-    def _allocate(self, key: str, num_bytes: int, groups: Groups, timeout: float | None) -> _Buffer:
-        team = Team(f"symmetric buffer {key!r}", _members(groups), timeout)
+    def _allocate(self, team: Team, key: str, num_bytes: int, groups: Groups) -> _Buffer:
         with (
             contextlib.ExitStack() as temporary,
             contextlib.ExitStack() as memory,
@@ -185,6 +217,15 @@ class SymmetricMemory:
                 registry.unregister_symmetric_buffer(key, each.device_ordinal)
                 undo.callback(registry.register_symmetric_buffer, key, *each)
             undo.pop_all()
+
+
+def _team_for_buffer(
+    key: str, ids: Sequence[Sequence[int]], groups: Groups, timeout: float | None
+) -> Team:
+    """The processes of a buffer. They meet by their devices, since each may bring another key."""
+    places = hashlib.sha256(str(ids).encode()).hexdigest()
+    name = f"symmetric buffer {key!r}"
+    return Team(f"symmetric buffers of {places}", _members(groups), timeout, name=name)
 
 
 def _takes_part(groups: Groups) -> bool:

@@ -107,19 +107,15 @@ class PeerMemory:
             where = self._driver().pci_bus_id(ordinal)
             seats.append([list(seat), [spec.arch, spec.num_sms, fabric, where]])
         host = [place(), os.getpid()]
-        return {"host": host, "num_bytes": self._num_bytes, "seats": seats}
+        return {"host": host, "seats": seats}
 
     def agree(self, described: dict[int, dict[str, Any]]) -> None:
         """Checks that the groups can work; raises alike in every process.
 
         Raises:
-            ValueError: processes want different sizes, or a group mixes kinds of devices.
+            ValueError: a group mixes kinds of devices.
             NotImplementedError: a group spans hosts without FABRIC between them.
         """
-        sizes = {process: each["num_bytes"] for process, each in described.items()}
-        if len(set(sizes.values())) > 1:
-            expected = "the same num_bytes in every process"
-            raise ValueError(_checks.message(self._name(), expected, sizes))
         for process, each in described.items():
             for seat, facts in each["seats"]:
                 self._members[_Seat(*seat)] = _Member(process, *each["host"], *facts)

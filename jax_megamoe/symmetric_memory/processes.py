@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -24,6 +25,7 @@ _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 
 _meetings: collections.Counter[str] = collections.Counter()
+_counting = threading.Lock()  # guards _meetings
 
 
 class Team:
@@ -33,13 +35,16 @@ class Team:
     their name, and uses of one topic by counting them.
     """
 
-    def __init__(self, topic: str, members: Mapping[int, str], timeout: float | None) -> None:
+    def __init__(
+        self, topic: str, members: Mapping[int, str], timeout: float | None, *, name: str = ""
+    ) -> None:
         """
         Args:
             topic: the same in every process.
             members: what to call each process in messages, by process index; this one included.
             timeout: seconds to wait for the others in each step; None for the environment variable
                 JAX_MEGAMOE_MEET_TIMEOUT, else half an hour.
+            name: what messages are about, the topic by default.
 
         Raises:
             RuntimeError: there are other members, but jax.distributed was not initialised.
@@ -48,9 +53,10 @@ class Team:
         self._members = members
         self._timeout = _timeout(timeout)
         self._client: Any = _client() if len(members) > 1 else None
-        self._topic = topic
-        self._path = f"jax_megamoe/{topic}/{_meetings[topic]}"
-        _meetings[topic] += 1
+        self._name = name or topic
+        with _counting:
+            self._path = f"jax_megamoe/{topic}/{_meetings[topic]}"
+            _meetings[topic] += 1
 
     def share(self, step: str, work: Callable[[], Any]) -> dict[int, Any]:
         """Does this process's part of a step, and waits for that of the others.
@@ -83,8 +89,34 @@ class Team:
         ]
         if failed:
             expected = f"every process to {step}"
-            raise RuntimeError(_checks.message(self._topic, expected, "; ".join(failed)))
+            raise RuntimeError(_checks.message(self._name, expected, "; ".join(failed)))
         return {process: answer["value"] for process, answer in answers.items()}
+
+    def agree(self, facts: Callable[[], Mapping[str, object]]) -> None:
+        """Compares what every process must have alike, as texts, before anything depends on it.
+
+        Args:
+            facts: returns values by name, those first whose difference explains the others'. Not
+                called where this process is alone.
+
+        Raises:
+            ValueError: a value differs, in every process alike: names the first such value and what
+                each process has.
+        """
+        if self._client is None:
+            return
+        said = self.share("compare", lambda: {name: str(v) for name, v in facts().items()})
+        names = dict.fromkeys(name for each in said.values() for name in each)
+        for name in names:
+            values = {process: each.get(name, "none") for process, each in said.items()}
+            if len(set(values.values())) > 1:
+                got = ", ".join(
+                    f"{value} in {self._members[process]}" for process, value in values.items()
+                )
+                hint = "all processes make the same calls, in the same order, with equal configs"
+                raise ValueError(
+                    _checks.message(name, "the same value in every process", got, hint)
+                )
 
     def _put(self, step: str, answer: dict[str, Any]) -> None:
         data = json.dumps(answer).encode()
@@ -109,7 +141,7 @@ class Team:
             expected = f"{len(self._members)} processes to {step} within {self._timeout:g} s"
             hint = f"look at their logs, or set {TIMEOUT_VARIABLE} to more seconds"
             got = f"no sign of {', '.join(missing)}"
-            raise TimeoutError(_checks.message(self._topic, expected, got, hint))
+            raise TimeoutError(_checks.message(self._name, expected, got, hint))
         return answers
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from test_demo import RUN, run
+from command_line import RUN, run
 
 from jax_megamoe.cli import bench_load
 from jax_megamoe.cli.bench import Shape, bench_cpu

@@ -1,22 +1,20 @@
 """The demo as a user runs it, at the smallest sizes, and its bounds."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tolerances
+from command_line import RUN, TINY, run
 from safetensors.numpy import load_file
 
 from jax_megamoe import WEIGHT_FORMATS
+from jax_megamoe.cli.demo.checkpoint import write_checkpoint
 from jax_megamoe.cli.demo.result import BOUNDS, FormatResult
-
-TINY = "--ranks 2 --experts 4 --top-k 2 --hidden 128 --intermediate 128 --tokens 16"
-RUN = [sys.executable, "-m", "jax_megamoe"]
+from jax_megamoe.cli.demo.run import DemoSettings
 
 WITHOUT_MATPLOTLIB = """
 import sys
@@ -34,20 +32,6 @@ from jax_megamoe.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
 """A program that allows bf16 less than its rounding."""
-
-
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command line in `folder`, on a terminal of 80 columns."""
-    environment = os.environ | {"COLUMNS": "80"}
-    return subprocess.run(
-        arguments,
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
 
 
 def rows(text: str) -> dict[str, list[float]]:
@@ -152,3 +136,20 @@ def test_bounds_are_little_above_those_of_the_tests(form: str) -> None:
 def test_both_errors_count(exact: float, einsum: float, within: bool) -> None:
     result = FormatResult("bf16", 1, exact, einsum, 1.0, np.zeros(4, np.int32))
     assert result.within_bounds is within
+
+
+def test_a_folder_of_others_is_not_written_to(tmp_path: Path) -> None:
+    """--keep writes into `checkpoint`, which may be somebody's model."""
+    config = DemoSettings(num_experts=8, top_k=1, hidden_size=128, intermediate_size=128)
+    folder = tmp_path / "checkpoint"
+    write_checkpoint(folder, config.config("bf16"), seed=0)
+    first = (folder / "model-00001-of-00004.safetensors").read_bytes()
+    write_checkpoint(folder, config.config("bf16"), seed=1)
+    assert (folder / "model-00001-of-00004.safetensors").read_bytes() != first
+    assert len(list(folder.iterdir())) == 6
+    (folder / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    text = f"{folder}: expected no folder, an empty one, or one that the demo wrote, got other fil"
+    with pytest.raises(ValueError, match=text):
+        write_checkpoint(folder, config.config("bf16"), seed=2)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before

@@ -1,10 +1,20 @@
-"""What `doctor` says a config's calls take, for a GPU that is not here."""
+"""What `doctor` says a config's calls take, for a GPU that is not here; and that it never fails."""
 
+import importlib.metadata
+import io
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import jax
 import pytest
+from rich.console import Console
 
 from jax_megamoe import MoEConfig
 from jax_megamoe.cli import doctor
-from jax_megamoe.compile import MissingDependency
+from jax_megamoe.compile import MissingDependency, builder
 from jax_megamoe.runtime import extension
 from jax_megamoe.runtime.devices import KNOWN_DEVICES
 
@@ -43,3 +53,86 @@ def test_the_first_source_found(
     found.update(installed.split())
     config = MoEConfig(**SIZES, max_num_tokens=128, weight_format="nvfp4", **options)
     assert doctor.kernel_status(config, KNOWN_DEVICES["b200"], 1).startswith(expected)
+
+
+def report(encoding: str = "utf-8") -> str:
+    """What `doctor` prints, its lines as long as they come."""
+    file = io.TextIOWrapper(io.BytesIO(), encoding)
+    console = Console(file=file, width=1000)
+    doctor.print_report(console, {**SIZES, "max_num_tokens": 128}, 1)
+    file.flush()
+    return file.buffer.getvalue().decode(encoding)
+
+
+class Odd(Exception):
+    """What nobody foresaw."""
+
+
+def odd(*_: Any, **__: Any) -> Any:
+    raise Odd("broken")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "expected"),
+    [
+        (importlib.metadata, "version", "Odd: broken"),
+        (extension, "module", "Odd: broken"),
+        (jax, "devices", "devices: expected a backend that JAX can start, got Odd: broken; "),
+        (builder, "find_source", "Odd: broken"),
+        (builder, "_make_compiler", "Odd: broken"),
+        (builder, "cache_folder", "Odd: broken"),
+        (doctor, "find_source", "Odd: broken"),
+        (doctor, "plan_mega_moe", "Odd: broken"),
+        (doctor, "check_supported", "Odd: broken"),
+    ],
+)
+def test_whatever_one_part_raises_is_what_is_said_of_it(
+    found: set[str], monkeypatch: pytest.MonkeyPatch, module: Any, name: str, expected: str
+) -> None:
+    found.add("sgl")
+    monkeypatch.setattr(doctor, "check_supported", lambda *_: "sgl")
+    monkeypatch.setattr(doctor, "device_spec", lambda _: KNOWN_DEVICES["h200"])
+    monkeypatch.setattr(module, name, odd)
+    text = report()
+    assert expected in text
+    assert "compile policy" in text  # the last of the parts
+
+
+def test_a_device_that_does_not_say_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimpleNamespace(device_kind="new", platform="new", client=None)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    assert "1 x new (AttributeError: 'NoneType' object has no attribute" in report()
+
+
+def test_a_path_that_the_console_cannot_print(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_MEGAMOE_CACHE", "/nowhere/caf\udce9/\u00e9")
+    assert r"/nowhere/caf\udce9/\xe9, 0 kernels" in report("ascii")
+    assert "/nowhere/caf\\udce9/\u00e9, 0 kernels" in report()
+
+
+@pytest.mark.parametrize("platforms", ["cuda", "no such platform"])
+def test_without_the_platform_that_was_asked_for(platforms: str) -> None:
+    if platforms == "cuda" and any(device.platform == "gpu" for device in jax.devices()):
+        pytest.skip("needs a machine without a GPU")
+    done = subprocess.run(
+        [sys.executable, "-m", "jax_megamoe", "doctor"],
+        env={**os.environ, "JAX_PLATFORMS": platforms, "COLUMNS": "1000"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "devices: expected a backend that JAX can start, got " in done.stdout
+    assert f"unset JAX_PLATFORMS, which is '{platforms}'" in done.stdout
+    assert done.stdout.endswith("No device: nothing runs.\n")
+
+
+def test_without_a_dependency_the_command_line_says_so() -> None:
+    code = (
+        "import runpy, sys; sys.modules['flax'] = None\n"
+        "runpy.run_module('jax_megamoe', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "python -m jax_megamoe: error: import of flax halted" in done.stderr
+    assert "install the package with its dependencies: pip install jax-megamoe" in done.stderr

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from test_demo import RUN, TINY, run
+from command_line import RUN, TINY, run
 
 from jax_megamoe.cli.main import COMMANDS, main
 

@@ -11,6 +11,7 @@ from jax_megamoe.compile import builder, toolkit
 VARIABLES = (
     "JAX_MEGAMOE_SGL_ROOT",
     "JAX_MEGAMOE_VLLM_ROOT",
+    "JAX_MEGAMOE_FLASHINFER_ROOT",
     "JAX_MEGAMOE_COMPILER",
     "JAX_MEGAMOE_COMPILE",
     "XDG_CACHE_HOME",

@@ -3,10 +3,11 @@
 import struct
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from jax_megamoe.compile.compiler import CompilationFailed, Compiled, Resources
-from jax_megamoe.plan.kernel import KernelSpec
+from jax_megamoe.plan.kernel import CodeOptions, KernelSpec
 
 SPEC = KernelSpec(
     source="sgl",
@@ -18,6 +19,14 @@ SPEC = KernelSpec(
 )
 
 
+_CUTLASS = ("cute/arch/copy_sm90_desc.hpp", "cutlass/version.h")
+HEADERS_OF = {
+    "sgl": ("deep_gemm/impls/kernel.cuh", *_CUTLASS),
+    "vllm": ("deep_gemm/impls/kernel.cuh", *_CUTLASS),
+    "flashinfer": ("flashinfer/megamoe/kernel.cuh",),
+}
+"""Files of an include folder, by kernel source."""
+
 HEADERS = {
     "cuda.h": "#define CUDA_VERSION 13000\n",
     "cuda_bf16.h": "",
@@ -28,9 +37,9 @@ HEADERS = {
 }
 
 
-def write_headers(include_dir: Path) -> Path:
-    """The least that counts as a kernel source's include folder."""
-    for name in ("deep_gemm/impls/kernel.cuh", "cute/arch/copy_sm90_desc.hpp", "cutlass/version.h"):
+def write_headers(include_dir: Path, source: str = "sgl") -> Path:
+    """The least that counts as the include folder of a kernel source."""
+    for name in HEADERS_OF[source]:
         path = include_dir / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"// {name}\n")
@@ -115,12 +124,18 @@ class FakeCompiler:
     def num_calls(self) -> int:
         return len(self._calls.read_text().splitlines()) if self._calls.exists() else 0
 
-    def flags(self, arch: str) -> tuple[str, ...]:
-        return (f"-arch={arch}", *self._flags)
+    def flags(self, arch: str, options: CodeOptions = CodeOptions()) -> tuple[str, ...]:
+        return (f"-arch={arch}", f"{options}", *self._flags)
 
-    def compile(self, text: str, arch: str, include_dir: Path) -> Compiled:
+    def compile(
+        self,
+        text: str,
+        arch: str,
+        include_dirs: Sequence[Path],
+        options: CodeOptions = CodeOptions(),
+    ) -> Compiled:
         with self._lock, self._calls.open("a") as calls:
-            calls.write(f"{arch} {include_dir}\n")
+            calls.write(f"{arch} {options} {include_dirs}\n")
         time.sleep(self._seconds)
         if self._refuses and self._refuses in text:
             raise CompilationFailed("first line\n" + "x" * 5000 + "\nlast line: error")

@@ -24,6 +24,7 @@ from jax_megamoe.compile import (
     find_source,
 )
 from jax_megamoe.compile.cache import KernelCache, cache_folder
+from jax_megamoe.plan.kernel import CodeOptions
 
 pytestmark = pytest.mark.usefixtures("source")
 
@@ -74,6 +75,8 @@ def test_key_changes_with_each_ingredient(tmp_path, monkeypatch):
         "template_args": ("64, true",),
         "parameter_types": ("void*", "int"),
         "source": "vllm",
+        "prelude": "#define OTHER\n",
+        "options": CodeOptions(fast_math=True),
     }
     keys = [
         builder.cache_key(SPEC, source, plain),

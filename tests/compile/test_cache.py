@@ -112,6 +112,84 @@ def test_failed_write_leaves_no_temporary_file(cache, monkeypatch, caplog):
     assert [path.suffix for path in cache.folder.iterdir()] == [".lock"]
 
 
+def give_away(path, monkeypatch):
+    """Another user owns `path`, or this process is another user."""
+    try:
+        os.chown(path, 54321, -1)
+    except PermissionError:
+        monkeypatch.setattr(os, "getuid", lambda: path.stat().st_uid + 1)
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_only_this_user_may_open_what_is_made(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        KernelCache(tmp_path / "new" / "cache").get(KEY, Builder())
+    finally:
+        os.umask(before)
+    for folder in (tmp_path / "new", tmp_path / "new" / "cache"):
+        assert folder.stat().st_mode & 0o777 == 0o700
+    written = [path for path in (tmp_path / "new/cache").iterdir() if path.suffix != ".lock"]
+    assert {path.stat().st_mode & 0o777 for path in written} == {0o600}
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o750, 0o500])
+def test_others_may_read_a_folder(cache, mode):
+    cache.get(KEY, Builder())
+    cache.folder.chmod(mode)
+    assert KernelCache(cache.folder).load(KEY) == CUBIN
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o1777])
+def test_a_folder_that_others_may_write_is_refused(cache, mode):
+    cache.get(KEY, Builder())
+    cache.folder.chmod(mode)
+    expected = (
+        rf"^{cache.folder}: expected a folder that only user {os.getuid()} or root may write, as "
+        rf"its files are run, got mode {mode:04o}; if its contents are yours: chmod go-w "
+    )
+    for use in (
+        lambda: cache.load(KEY),
+        lambda: cache.load_any(KEY.kernel, "nvrtc"),
+        lambda: cache.get(KEY, Builder()),
+        lambda: cache.get(Key("f" * 32, "nvrtc", "b" * 32), Builder()),
+    ):
+        with pytest.raises(BuildError, match=expected):
+            use()
+
+
+def test_a_folder_of_another_user_is_refused(cache, monkeypatch):
+    cache.get(KEY, Builder())
+    give_away(cache.folder, monkeypatch)
+    with pytest.raises(BuildError, match=f"got one of user {cache.folder.stat().st_uid}; if its"):
+        cache.load(KEY)
+
+
+def test_a_link_is_as_good_as_where_it_leads(cache, tmp_path):
+    cache.get(KEY, Builder())
+    (tmp_path / "link").symlink_to(cache.folder)
+    assert KernelCache(tmp_path / "link").load(KEY) == CUBIN
+    cache.folder.chmod(0o777)
+    with pytest.raises(BuildError, match="got mode 0777"):
+        KernelCache(tmp_path / "link").load(KEY)
+
+
+@pytest.mark.parametrize("how", ["owner", "mode"])
+def test_an_entry_that_others_may_have_written_is_rebuilt(cache, monkeypatch, how):
+    build = Builder()
+    cache.get(KEY, build)
+    if how == "owner":
+        give_away(entry(cache), monkeypatch)
+        cache.folder.chmod(0o700)
+    else:
+        entry(cache).chmod(0o620)
+    if how == "mode" or os.getuid() == 0:
+        assert cache.load(KEY) is None
+        assert cache.get(KEY, build) == CUBIN
+        assert build.calls == 2
+        assert cache.load(KEY) == CUBIN
+
+
 def read_only(monkeypatch):
     """Every open for writing fails as on a read-only file system, root or not."""
     really_open = os.open

@@ -20,6 +20,12 @@ def test_text_includes_checks_and_instantiates_the_kernel():
     assert "reinterpret_cast<void*>(&kernel<64, true>)" in text
 
 
+def test_macros_come_before_the_header():
+    spec = dataclasses.replace(SPEC, prelude="#define QUIET 1\n")
+    start = "#define QUIET 1\n#include <deep_gemm/impls/kernel.cuh>\n"
+    assert generate(spec, SOURCE).startswith(start)
+
+
 def test_structs_passed_by_value_are_checked_once_each():
     structs = ("deep_gemm::layout::SymBuffer<8>", "cute::TmaDescriptor", "cute::TmaDescriptor")
     spec = dataclasses.replace(SPEC, parameter_types=("void*", *structs))

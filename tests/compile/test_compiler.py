@@ -15,6 +15,7 @@ from jax_megamoe.compile.compiler import (
     ptxas_resources,
 )
 from jax_megamoe.compile.errors import MissingDependency
+from jax_megamoe.plan.kernel import CodeOptions
 
 LOG = """\
 ptxas info    : 3377 bytes gmem
@@ -86,16 +87,26 @@ def nvcc(machine, monkeypatch):
 def test_nvcc_is_run_for_the_architecture_with_all_headers(nvcc):
     compiler = Nvcc()
     assert compiler.version == "13.0.88, CUDA 13000, CCCL 3000001"
-    done = compiler.compile("kernel", "sm_100f", Path("/deep_gemm/include"))
+    done = compiler.compile("kernel", "sm_100f", [Path("/deep_gemm/include"), Path("/cutlass")])
     assert done.cubin == b"cubin"
     assert done.resources == Resources(24, 0, 0, 0)
     assert "--gpu-architecture=sm_100f" in done.log
-    assert f"-I/deep_gemm/include -I{nvcc}/include -I{nvcc}/include/cccl" in done.log
+    folders = ("/deep_gemm/include", "/cutlass", f"{nvcc}/include", f"{nvcc}/include/cccl")
+    assert " ".join(f"-I{folder}" for folder in folders) in done.log
+    assert "--register-usage-level=10" in done.log
+    assert "--use_fast_math" not in done.log
+
+
+def test_options_of_a_kernel_reach_the_compiler(nvcc):
+    done = Nvcc().compile("kernel", "sm_90a", [Path("/include")], CodeOptions(5, fast_math=True))
+    assert "--ptxas-options=--register-usage-level=5" in done.log
+    assert "--use_fast_math" in done.log
+    assert done.log.count("register-usage-level") == 1
 
 
 def test_nvcc_failure_carries_the_log(nvcc):
     with pytest.raises(CompilationFailed, match=r"kernel\.cu\(1\): error"):
-        Nvcc().compile("broken", "sm_100f", Path("/deep_gemm/include"))
+        Nvcc().compile("broken", "sm_100f", [Path("/deep_gemm/include")])
 
 
 def test_nvcc_without_host_compiler(nvcc, machine):

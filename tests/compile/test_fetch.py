@@ -14,9 +14,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from fake_toolchain import write_headers
 from wheels import kept, pin, use_as_index, write_wheel
 
-from jax_megamoe.compile import fetch
+from jax_megamoe.compile import fetch, sources
 from jax_megamoe.compile.errors import MissingDependency
 from jax_megamoe.compile.fetch import fetch_source, fetched_source
 from jax_megamoe.compile.pins import DISTRIBUTIONS
@@ -65,7 +66,7 @@ def left(cache: Path) -> list[Path]:
 
 @needs_pip
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
-def test_headers_licences_and_metadata_are_kept(monkeypatch, index, cache, name):
+def test_headers_licences_and_metadata_are_kept(monkeypatch, tmp_path, index, cache, name):
     pinned = DISTRIBUTIONS[name]
     wheel = pin(monkeypatch, name, write_wheel(index, pinned))
     progress = []
@@ -79,6 +80,10 @@ def test_headers_licences_and_metadata_are_kept(monkeypatch, index, cache, name)
     assert set(manifest["files"]) == kept(pinned)
     assert progress[-1] == (wheel.num_bytes, wheel.num_bytes)
     assert all(0 <= got <= total == wheel.num_bytes for got, total in progress)
+    monkeypatch.setattr(sources, "_version", lambda distribution: None)  # as if none were installed
+    if pinned.cutlass:
+        write_headers(tmp_path / "cutlass/include", pinned.cutlass)
+        monkeypatch.setenv(DISTRIBUTIONS[pinned.cutlass].variable, str(tmp_path / "cutlass"))
     found = find_source(name)
     assert (found.version, found.include_dir) == (pinned.version, tree / pinned.headers)
 
@@ -142,7 +147,10 @@ def test_python_without_pip(monkeypatch, tmp_path, index, cache):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("jax_megamoe",), r"source: expected one of \['sgl', 'vllm'\], got 'jax_megamoe'"),
+        (
+            ("jax_megamoe",),
+            r"source: expected one of \['sgl', 'vllm', 'flashinfer'\], got 'jax_megamoe'",
+        ),
         (("vllm", "0.32.0"), r"version of vllm: expected one of \['0\.33\.0'\], got '0\.32\.0'"),
         (("sgl", ">0"), r"version of sgl: expected one of \['0\.2\.5'\], got '>0'"),
     ],
@@ -277,6 +285,6 @@ def test_pins_are_whole(name):
     pinned = DISTRIBUTIONS[name]
     assert set(pinned.wheels) == {"x86_64", "aarch64"}
     for machine, wheel in pinned.wheels.items():
-        assert wheel.platform.endswith(machine)
+        assert wheel.platform == "any" or wheel.platform.endswith(machine)
         assert re.fullmatch("[0-9a-f]{64}", wheel.sha256)
     assert f"python -m jax_megamoe sources fetch {name}" in pinned.install

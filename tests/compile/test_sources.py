@@ -1,6 +1,7 @@
 """sources.py: kernel sources are found by metadata, never imported."""
 
 import importlib
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from fake_toolchain import write_headers
 from wheels import pin, write_wheel
 
 import jax_megamoe
-from jax_megamoe.compile import fetch
+from jax_megamoe.compile import fetch, sources
 from jax_megamoe.compile.errors import MissingDependency
 from jax_megamoe.compile.pins import DISTRIBUTIONS
 from jax_megamoe.compile.sources import find_source
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.usefixtures("clean")
 INSTALLED = {
     "sgl": ("sgl-deep-gemm", "deep_gemm", "include"),
     "vllm": ("vllm", "vllm", "third_party/deep_gemm/include"),
+    "flashinfer": ("flashinfer-python", "flashinfer", "data/include"),
 }
 
 
@@ -29,7 +31,7 @@ def site(monkeypatch, tmp_path):
     folder = tmp_path / "site"
     folder.mkdir()
     monkeypatch.setattr(sys, "path", [str(folder)])
-    for module in ("deep_gemm", "vllm"):
+    for _, module, _ in INSTALLED.values():
         monkeypatch.delitem(sys.modules, module, raising=False)
     importlib.invalidate_caches()
     return folder
@@ -45,7 +47,7 @@ def install(site, name, version="1.2.3", *, metadata=True):
         (info / "METADATA").write_text(
             f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n"
         )
-    return write_headers(site / module / include)
+    return write_headers(site / module / include, name)
 
 
 @pytest.mark.parametrize("name", ["sgl", "vllm"])
@@ -128,7 +130,7 @@ def test_module_of_another_distribution_is_refused(site):
 
 
 def test_unknown_name():
-    known = r"source: expected one of \['sgl', 'vllm', 'jax_megamoe'\], got 'other'"
+    known = r"source: expected one of \['sgl', 'vllm', 'flashinfer', 'jax_megamoe'\], got 'other'"
     with pytest.raises(ValueError, match=known):
         find_source("other")
 
@@ -195,3 +197,52 @@ def test_fingerprint_follows_content_and_names(monkeypatch, tmp_path):
     }
     assert len(changed | {first}) == 4
     assert fingerprint("f", reverse("cute/arch/copy_sm90_desc.hpp")) == first
+
+
+class TestFlashInfer:
+    """Its own kernels, sgl's CUTLASS, the pinned version alone."""
+
+    def test_installed(self, site):
+        cutlass, headers = install(site, "sgl"), install(site, "flashinfer", "0.7.4")
+        found = find_source("flashinfer")
+        assert (found.version, found.include_dir) == ("0.7.4", headers)
+        assert found.include_dirs == (headers, cutlass)
+        assert found.namespace == "flashinfer::megamoe"
+        assert "flashinfer" not in sys.modules
+
+    def test_fetched(self, site, monkeypatch, tmp_path):
+        install(site, "sgl")
+        headers = fetched(monkeypatch, tmp_path, "flashinfer")
+        assert find_source("flashinfer").include_dir == headers
+
+    @pytest.mark.parametrize("installed", [None, "0.7.5"])
+    def test_another_version_is_not_used(self, site, monkeypatch, tmp_path, installed):
+        install(site, "sgl")
+        if installed:
+            install(site, "flashinfer", installed)
+        text = (
+            "kernel source: expected the distribution flashinfer-python 0.7.4, got "
+            f"{installed or 'none installed'}; python -m jax_megamoe sources fetch flashinfer, or "
+            "pip install --no-deps flashinfer-python==0.7.4"
+        )
+        with pytest.raises(MissingDependency, match=re.escape(text)):
+            find_source("flashinfer")
+        headers = fetched(monkeypatch, tmp_path, "flashinfer")
+        assert find_source("flashinfer").include_dir == headers
+
+    def test_needs_cutlass(self, site):
+        install(site, "flashinfer", "0.7.4")
+        with pytest.raises(MissingDependency, match="expected the distribution sgl-deep-gemm"):
+            find_source("flashinfer")
+
+    def test_fingerprint_follows_both(self, monkeypatch, tmp_path):
+        cutlass = write_headers(tmp_path / "sgl/include")
+        headers = write_headers(tmp_path / "flashinfer/include", "flashinfer")
+        monkeypatch.setenv("JAX_MEGAMOE_SGL_ROOT", str(tmp_path / "sgl"))
+        monkeypatch.setenv("JAX_MEGAMOE_FLASHINFER_ROOT", str(tmp_path / "flashinfer"))
+        prints = [find_source("flashinfer").fingerprint]
+        for path in (headers / "flashinfer/megamoe/kernel.cuh", cutlass / "cutlass/version.h"):
+            path.write_text("changed")
+            sources._digest.cache_clear()
+            prints.append(find_source("flashinfer").fingerprint)
+        assert len(set(prints)) == 3

@@ -7,18 +7,22 @@ from pathlib import Path
 from types import MappingProxyType
 
 import pytest
+from fake_toolchain import HEADERS_OF
 
 from jax_megamoe.compile import fetch
 from jax_megamoe.compile.pins import DISTRIBUTIONS, Distribution, Wheel
 
-HEADERS = ("deep_gemm/impls/kernel.cuh", "cute/arch/copy_sm90_desc.hpp", "cutlass/version.h")
+
+def pinned_name(pinned: Distribution) -> str:
+    """The kernel source that a distribution brings."""
+    return next(name for name, each in DISTRIBUTIONS.items() if each.name == pinned.name)
 
 
 def kept(pinned: Distribution) -> set[str]:
     """The files of `write_wheel` that fetching keeps."""
     info = f"{pinned.name.replace('-', '_')}-{pinned.version}.dist-info"
     return {
-        *(f"{pinned.headers}/{name}" for name in HEADERS),
+        *(f"{pinned.headers}/{name}" for name in HEADERS_OF[pinned_name(pinned)]),
         f"{info}/METADATA",
         f"{info}/licenses/LICENSE",
     }
@@ -36,6 +40,8 @@ def write_wheel(folder: Path, pinned: Distribution, platform: str = "manylinux_2
         archive.writestr(f"{stem}.dist-info/WHEEL", "Wheel-Version: 1.0\n")
         archive.writestr(f"{pinned.module}/__init__.py", "raise RuntimeError('imported')\n")
         archive.writestr(f"{pinned.module}/_C.so", bytes(1 << 16))
+        if pinned.kept:
+            archive.writestr(f"{pinned.headers}/other/unused.cuh", "// another kernel\n")
         archive.writestr(f"{pinned.module}/third_party/other/LICENSE", "another's\n")
     return path
 

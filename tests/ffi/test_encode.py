@@ -2,12 +2,14 @@
 
 import dataclasses
 import re
+from collections.abc import Callable
 
 import numpy as np
 import plans
 import pytest
 
 from jax_megamoe.launch import launcher
+from jax_megamoe.plan.kernel import CodeOptions
 from jax_megamoe.plan.launch import KernelLaunch, LaunchPlan, Pointer
 from jax_megamoe.plan.operand import Operand
 from jax_megamoe.runtime import extension
@@ -61,9 +63,36 @@ def test_a_kernel_travels_with_its_specification_once() -> None:
     text = attributes["kernels.0.spec"]
     assert isinstance(text, str)
     assert extension.decode_kernel(text) == plans.KERNEL
-    assert re.fullmatch("[0-9a-f]{64}", str(attributes["kernels.0.key"]))
+    assert attributes["kernels.0.symbol"] == plans.KERNEL.symbol
     other = dataclasses.replace(plans.KERNEL, template_args=("2", "true"))
     assert extension.encode_kernel(other) != text
+    other = dataclasses.replace(plans.KERNEL, prelude="#define A\n", options=CodeOptions(5, True))
+    assert extension.decode_kernel(extension.encode_kernel(other)) == other
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: "",
+        lambda text: "[]",
+        lambda text: "null",
+        lambda text: "{}",
+        lambda text: text[:-1],
+        lambda text: text.replace('"symbol"', '"other"'),
+        lambda text: text.replace('"whole"', "7"),
+        lambda text: text.replace('["1", "true"]', '"1"'),
+        lambda text: text.replace('["1", "true"]', "[1, true]"),
+        lambda text: text.replace('"whole"', '"whole", "more": 1'),
+        lambda text: text.replace('"fast_math": false', '"fast_math": 0'),
+        lambda text: "[" * 100_000,
+    ],
+)
+def test_another_text_is_no_specification(change: Callable[[str], str]) -> None:
+    text = change(extension.encode_kernel(plans.KERNEL))
+    assert text != extension.encode_kernel(plans.KERNEL)
+    expected = "kernel specification: expected the JSON of a KernelSpec, got " + repr(text[:200])
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        extension.decode_kernel(text)
 
 
 def test_a_plan_without_the_buffer_names_none() -> None:

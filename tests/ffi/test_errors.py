@@ -53,9 +53,12 @@ def i64(*values: int) -> np.ndarray:
         ("steps", 0, "steps: expected an integer in [1, 64], got 0"),
         ("steps", 65, "steps: expected an integer in [1, 64], got 65"),
         ("steps", 3, "steps.2.kind: expected a string, got no such attribute"),
-        ("kernels", 2, "kernels.1.key: expected a string, got no such attribute"),
+        ("kernels", 2, "kernels.1.symbol: expected a string, got no such attribute"),
         ("kernels.0.spec", None, "kernels.0.spec: expected a string, got no such attribute"),
+        ("kernels.0.spec", b"caf\xe9\0", r"kernels.0.spec: expected UTF-8, got caf\xe9\x00"),
+        ("buffer_key", b"\xed\xa0\x80", r"buffer_key: expected UTF-8, got \xed\xa0\x80"),
         (f"{FILL}.kind", "copy", f"{FILL}.kind: expected launch or fill, got copy"),
+        (f"{FILL}.kind", "\0a\u00e9", f"{FILL}.kind: expected launch or fill, got \\x00a\u00e9"),
         (f"{FILL}.base", "null", f"{FILL}.base: expected an array, got null"),
         (f"{FILL}.num_bytes", 0, f"{FILL}.num_bytes: expected an integer in [1, 9223372036854775"),
         (f"{FILL}.num_bytes", 4000, f"{FILL}: expected offset and extent inside the 4096 bytes of"
@@ -87,6 +90,9 @@ def i64(*values: int) -> np.ndarray:
         (f"{LAUNCH}.arguments.2.value", 1 << 32, f"{LAUNCH}.arguments.2.value: expected an integer"
          " in [0, 4294967295], got 4294967296"),
         (f"{LAUNCH}.arguments.3.value", 1, f"{LAUNCH}.arguments.3.value: expected a float64, got"),
+        (f"{LAUNCH}.arguments.3.value", -1e39, f"{LAUNCH}.arguments.3.value: expected a number that"
+         " a float32 can hold, got -1e+39"),
+        (f"{ACTS}.base", "null", f"{ACTS}.base: expected an array, got null"),
         (f"{ACTS}.rank", 6, f"{ACTS}.rank: expected an integer in [1, 5], got 6"),
         (f"{ACTS}.dims", i64(128), f"{ACTS}.dims: expected an array of 2 int64, got 1"),
         (f"{ACTS}.dims", i64(128, 0), f"{ACTS}.dims[1]: expected an integer in [1, 4294967296], g"),
@@ -178,7 +184,15 @@ def test_a_buffer_that_does_not_fit(
         ({"peer_bases": [BASE] * 73}, "peer_bases: expected 1 to 72 addresses, got 73"),
         ({"rank": 2}, "rank: expected one of 2 ranks, got 2"),
         ({"rank": 1}, r"peer_bases\[1\]: expected the own base 1099511627776, got 1099511631872"),
-        ({"base": BASE + 64, "peer_bases": [BASE + 64]}, "base: expected an address aligned to 12"),
+        (
+            {"base": BASE + 64, "peer_bases": [BASE + 64]},
+            r"peer_bases\[0\]: expected an address al",
+        ),
+        (
+            {"peer_bases": [BASE, 0]},
+            r"peer_bases\[1\]: expected an address aligned to 128 bytes, got",
+        ),
+        ({"num_bytes": 0}, "num_bytes: expected at least 1, got 0"),
     ],
 )
 def test_registering_a_wrong_buffer(changes: dict[str, Any], text: str) -> None:
@@ -225,7 +239,81 @@ def test_the_compilers_error_reaches_the_caller(driver: RecordingDriver) -> None
     with provider(fail):
         check_pointer_plan("uncompiled", "OSError: no compiler for uncompiled")
     with provider(lambda spec: "text"):  # pyright: ignore[reportArgumentType]
-        check_pointer_plan("text", "cubin provider: expected bytes, got another type")
+        check_pointer_plan("text", "cubin provider: expected bytes, got str")
+
+
+class WithoutText(Exception):
+    """Its text cannot be had."""
+
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (OSError(2, "No such file", "/cache/caf\udce9"), r"FileNotFoundError: [Errno 2] No such"),
+        (OSError("/cache/caf\udce9"), r"OSError: /cache/caf\udce9"),
+        (OSError("caf\u00e9 \0 after"), "OSError: caf\u00e9 \\x00 after"),
+        (WithoutText(), "WithoutText: no text"),
+        (KeyboardInterrupt(), "KeyboardInterrupt: "),
+    ],
+    ids=["file name", "surrogate", "nul", "no text", "interrupt"],
+)
+def test_an_error_with_any_text_reaches_the_caller(
+    driver: RecordingDriver, error: BaseException, text: str
+) -> None:
+    def fail(spec: str) -> bytes:
+        raise error
+
+    name = type(error).__name__
+    with provider(fail):
+        check_pointer_plan(f"unprintable_{name}", text)
+        with pytest.raises(RuntimeError, match=re.escape(text)):
+            launcher.program(plans.pointer_plan(f"unprintable_{name}"), ["x"], ["y"])
+
+
+@pytest.mark.parametrize(
+    ("operands", "results", "text"),
+    [
+        ([], [(BASE, 1024)], "number of operands: expected 3, got 0"),
+        ([(BASE, 1024), (BASE, 2048), (BASE, 16)], [], "number of results: expected 1, got 0"),
+        (
+            [(BASE, 1024), (BASE, 2047), (BASE, 16)],
+            [(BASE, 1024)],
+            "steps.1 argument weights: expected offset and extent inside the 2047 bytes of operand "
+            "1, got offset 0 and extent 2048",
+        ),
+        (
+            [(BASE, 1024), (BASE, 2048), (BASE, 16)],
+            [(BASE, 63)],
+            "steps.1 argument y: expected offset and extent inside the 63 bytes of result 0, got "
+            "offset 64 and extent 0",
+        ),
+        (
+            [(BASE, 1024), (0, 2048), (BASE, 16)],
+            [(BASE, 1024)],
+            "operand 1: expected an address, got null",
+        ),
+    ],
+)
+def test_a_launch_checks_its_own_arrays(
+    driver: RecordingDriver,
+    operands: list[tuple[int, int]],
+    results: list[tuple[int, int]],
+    text: str,
+) -> None:
+    module = extension.module()
+    module.register_symmetric_buffer(KEY, 0, BASE, [BASE], 0, plans.BUFFER_BYTES)
+    plan = plans.whole_plan(1, "other_arrays")
+    program = launcher.program(plan, ["x", "w", "table"], ["y"], buffer_key=KEY)
+    program.prepare(0, [(BASE, 1024), (BASE, 2048), (BASE, 16)], [(BASE, 1024)])
+    try:
+        with pytest.raises(ValueError, match=re.escape(text)):
+            program.launch(0, 7, operands, results)
+    finally:
+        module.unregister_symmetric_buffer(KEY, 0)
+    assert driver.launches() == []
 
 
 @pytest.mark.parametrize(

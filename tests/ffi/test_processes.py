@@ -65,12 +65,17 @@ def python(code: str, *arguments: str, **environment: str) -> Any:
     [
         ("/nowhere/libcuda.so.1", "expected the CUDA driver library, got"),
         ("libm.so.6", "expected the function cuInit, got none"),
+        (
+            "/nowhere/caf\udce9.so",
+            "expected the CUDA driver library, got /nowhere/caf\\xe9.so: can",
+        ),
     ],
 )
 def test_without_a_driver_the_call_says_what_to_install(library: str, text: str) -> None:
     setup = "extension.register_cpu(); extension.module().set_cubin_provider(lambda spec: b'k 8 8')"
     error = python(LAUNCH.format(setup=setup, result="None"), JAX_MEGAMOE_LIBCUDA=library)
-    assert f"jax_megamoe: {library}: {text}" in error["text"]
+    shown = library.replace("\udce9", r"\xe9")
+    assert f"jax_megamoe: {shown}: {text}" in error["text"]
     assert "install an NVIDIA driver of release 580 or newer" in error["text"]
 
 

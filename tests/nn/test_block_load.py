@@ -407,7 +407,12 @@ class TestErrors:
         config = dict(quantization_config=dict(quant_method="awq", bits=4))
         folder = checkpoint_files.write_folder(tmp_path / "m", tensors_of("qwen3_moe"))
         (folder / "config.json").write_text(json.dumps(config))
-        self.refused("qwen3_moe", folder, "quant_method: expected", NotImplementedError)
+        self.refused(
+            "qwen3_moe",
+            folder,
+            "quantization_config.quant_method in .*config.json: expected",
+            NotImplementedError,
+        )
 
     def test_no_file(self, tmp_path: Path) -> None:
         message = "checkpoint: expected a folder or a file, got"

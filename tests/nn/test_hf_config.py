@@ -62,13 +62,16 @@ def test_block_of_a_published_model(name: str) -> None:
 @pytest.mark.parametrize("name", FACTS)
 def test_layers_and_family(name: str) -> None:
     hf_config, dense = HF_CONFIGS[name], FACTS[name]["dense"]
-    kinds = layers_of(hf_config).kinds
+    layers = layers_of(hf_config)
     extra = hf_config.get("num_nextn_predict_layers", 0)
-    assert len(kinds) == hf_config["num_hidden_layers"] + extra
-    assert all("dense" in kind for kind in kinds[:dense])
+    assert layers.count == hf_config["num_hidden_layers"] + extra
+    for index in range(dense):
+        with pytest.raises(ValueError, match="expected an MoE layer, got a dense one"):
+            layers.moe_kind(index)
     hashed = hf_config.get("num_hash_layers", 0)
-    assert kinds[dense:] == ("hashed",) * hashed + ("scored",) * (len(kinds) - dense - hashed)
-    assert block_spec(hf_config, len(kinds) - 1).family == FAMILIES[hf_config["model_type"]]
+    kinds = [layers.moe_kind(index) for index in range(dense, layers.count)]
+    assert kinds == ["hashed"] * hashed + ["scored"] * (layers.count - dense - hashed)
+    assert block_spec(hf_config, layers.count - 1).family == FAMILIES[hf_config["model_type"]]
 
 
 def test_routers() -> None:
@@ -108,7 +111,8 @@ def test_keys_as_transformers_saves_them() -> None:
     v4 = {k: v for k, v in HF_CONFIGS[V4].items() if k != "num_hash_layers"}
     kinds = ["hash_moe"] * 3 + ["moe"] * 40
     assert block_spec(v4 | dict(mlp_layer_types=kinds), 2).router.table_size == 129280
-    assert layers_of(v4 | dict(mlp_layer_types=kinds)).kinds == ("hashed",) * 3 + ("scored",) * 40
+    layers = layers_of(v4 | dict(mlp_layer_types=kinds))
+    assert (layers.count, layers.moe_kind(2), layers.moe_kind(3)) == (43, "hashed", "scored")
     qwen = {k: v for k, v in HF_CONFIGS[QWEN].items() if k != "num_experts"}
     assert block_spec(qwen | dict(num_local_experts=128)) == block_spec(HF_CONFIGS[QWEN])
 
@@ -155,7 +159,7 @@ def test_excluded_layers_are_bf16_and_the_rest_warns_alike() -> None:
 @pytest.mark.parametrize(
     ("changes", "index", "reason"),
     [
-        (dict(mlp_only_layers=[0, 5]), 5, r"mlp_only_layers is \[0, 5\]"),
+        (dict(mlp_only_layers=[0, 5]), 5, "mlp_only_layers has it"),
         (dict(decoder_sparse_step=2), 6, "decoder_sparse_step is 2"),
         (dict(first_k_dense_replace=3), 2, "first_k_dense_replace is 3"),
         (dict(moe_layer_freq=2), 7, "moe_layer_freq is 2"),
@@ -177,8 +181,8 @@ class TestErrors:
                 QWEN,
                 dict(model_type="llama"),
                 None,
-                r"model_type: expected one of \['deepseek_v3', 'deepseek_v4', 'gpt_oss', "
-                r"'kimi_k2', 'qwen3_moe', 'qwen3_next'\], got 'llama'; build a MegaMoEBlock",
+                r"model_type in hf_config: expected one of \['deepseek_v3', 'deepseek_v4', "
+                r"'gpt_oss', 'kimi_k2', 'qwen3_moe', 'qwen3_next'\], got 'llama'; build a Mega",
             ),
             (QWEN, {}, 48, "layer_index: expected one of the model's 48 layers, got 48"),
             (QWEN, {}, -1, "layer_index: expected an integer >= 0, got -1"),
@@ -186,12 +190,27 @@ class TestErrors:
                 V3,
                 dict(scoring_func="softmax"),
                 None,
-                r"scoring_func: expected one of \['sigmoid'\]",
+                r"scoring_func in hf_config: expected one of \['sigmoid'\]",
             ),
-            (V3, dict(topk_method="greedy"), None, r"topk_method: expected one of \['noaux_tc'\]"),
-            (V4, dict(swiglu_limit=0.0), None, "swiglu_limit: expected a number > 0, or null"),
-            (V4, dict(scoring_func="tanh"), None, "router scoring: expected one of"),
-            (QWEN, dict(hidden_size=0), None, "hidden_size: expected an integer >= 1, got 0"),
+            (
+                V3,
+                dict(topk_method="greedy"),
+                None,
+                r"topk_method in hf_config: expected one of \['noaux_tc'\]",
+            ),
+            (
+                V4,
+                dict(swiglu_limit=0.0),
+                None,
+                "swiglu_limit in hf_config: expected a number > 0, or null",
+            ),
+            (V4, dict(scoring_func="tanh"), None, "scoring_func in hf_config: expected one of"),
+            (
+                QWEN,
+                dict(hidden_size=0),
+                None,
+                "hidden_size in hf_config: expected an integer >= 1, got 0",
+            ),
         ],
     )
     def test_values(
@@ -205,12 +224,14 @@ class TestErrors:
     @pytest.mark.parametrize("key", ["hidden_size", "num_experts_per_tok", "norm_topk_prob"])
     def test_missing_key(self, key: str) -> None:
         hf_config = {k: v for k, v in HF_CONFIGS[QWEN].items() if k != key}
-        message = f"hf_config of qwen3_moe: expected the key {key}, got none"
+        message = f"{key} in hf_config: expected .*, got no such key"
         with pytest.raises(ValueError, match=message):
             block_spec(hf_config)
 
     def test_activation_that_does_not_run(self) -> None:
-        message = "hidden_act: expected 'silu', which the experts run as SwiGLU, got 'gelu'"
+        message = (
+            "hidden_act in hf_config: expected 'silu', which the experts run as SwiGLU, got 'gelu'"
+        )
         with pytest.raises(NotImplementedError, match=message):
             block_spec(HF_CONFIGS[QWEN] | dict(hidden_act="gelu"))
 
@@ -238,5 +259,63 @@ class TestErrors:
     @pytest.mark.parametrize("content", ["[]", "null"])
     def test_json_of_another_kind(self, content: str, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(content)
-        with pytest.raises(TypeError, match="hf_config: expected a transformers config"):
+        with pytest.raises(ValueError, match=r"config\.json: expected a JSON object, got"):
             read_hf_config(tmp_path)
+
+    def test_neither_config_nor_path(self) -> None:
+        with pytest.raises(TypeError, match="hf_config: expected a transformers config"):
+            read_hf_config(7)
+
+    @pytest.mark.parametrize(
+        ("name", "key", "value", "text"),
+        [
+            (QWEN, "norm_topk_prob", "false", "true or false, got 'false'"),
+            (QWEN, "num_experts", 1.5, r"an integer >= 1, got 1\.5"),
+            (QWEN, "num_experts", True, "an integer >= 1, got true"),
+            (QWEN, "num_experts_per_tok", "8", "an integer >= 1, got '8'"),
+            (QWEN, "hidden_size", None, "an integer >= 1, got null"),
+            (QWEN, "hidden_size", 2**31, "an integer <= 2147483647, got 2147483648"),
+            (QWEN, "hidden_size", 10**99, "an integer <= 2147483647, got an integer of 329 bits"),
+            (QWEN, "mlp_only_layers", {}, "a list, got an object of 0 keys"),
+            (QWEN, "mlp_only_layers", [0.5], r"an integer >= 0, got 0\.5"),
+            (QWEN, "text_config", [], "a JSON object, got a list of 0"),
+            (QWEN, "model_type", ["qwen3_moe"], "a string, got a list of 1"),
+            (V3, "routed_scaling_factor", "2.5", r"a finite number, got '2\.5'"),
+            (V3, "routed_scaling_factor", float("nan"), "a finite number, got nan"),
+            (V3, "n_shared_experts", -1, "an integer >= 0, got -1"),
+            (V3, "quantization_config", [], "a JSON object, got a list of 0"),
+            (V4, "mlp_layer_types", "moe", "a list, got 'moe'"),
+            (V4, "swiglu_limit", True, "a finite number, got true"),
+        ],
+    )
+    def test_fields_of_another_kind(
+        self, name: str, key: str, value: Any, text: str, tmp_path: Path
+    ) -> None:
+        """One kind of error, whoever reads the field; it names the file where there is one."""
+        hf_config = HF_CONFIGS[name] | {key: value}
+        (tmp_path / "config.json").write_text(json.dumps(hf_config))
+        for given, origin in ((hf_config, "hf_config"), (tmp_path, r".*config\.json")):
+            with pytest.raises(ValueError, match=f"^{key} in {origin}: expected {text}"):
+                mm.MegaMoEBlock.from_config(given, max_num_tokens=8)
+
+    def test_a_block_that_does_not_run(self) -> None:
+        message = "^hf_config: expected a block that runs, got router top_k: expected at most"
+        with pytest.raises(ValueError, match=message):
+            block_spec(HF_CONFIGS[QWEN] | dict(num_experts_per_tok=200))
+
+    def test_as_many_layers_as_an_integer_can_say(self) -> None:
+        """Nothing loops over them."""
+        many = 2**31 - 1
+        hf_config = HF_CONFIGS[QWEN] | dict(num_hidden_layers=many)
+        assert layers_of(hf_config).moe_kind(many - 1) == "scored"
+        hf_config = HF_CONFIGS[V4] | dict(num_hash_layers=many, num_hidden_layers=many)
+        assert layers_of(hf_config).moe_kind(many - 1) == "hashed"
+        with pytest.raises(ValueError, match="num_hidden_layers in hf_config: expected an int"):
+            layers_of(HF_CONFIGS[QWEN] | dict(num_hidden_layers=2**31))
+
+    def test_sizes_as_large_as_an_integer_can_say(self) -> None:
+        """A block of shapes costs what its config does."""
+        size = 2**31 - 1
+        sizes = dict(hidden_size=size, moe_intermediate_size=size, num_experts=size)
+        block = mm.MegaMoEBlock.from_config(HF_CONFIGS[QWEN] | sizes, max_num_tokens=8)
+        assert block.router.weight.shape == (size, size)

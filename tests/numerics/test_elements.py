@@ -84,14 +84,14 @@ def test_every_e4m3_number() -> None:
 @pytest.mark.parametrize("form", mm.WEIGHT_FORMATS)
 def test_no_cast_is_undone_by_a_cast(form: str) -> None:
     """What a GPU would drop: a cast from E4M3 in a program that may have made it of float32."""
-    activation_format = mm.WEIGHT_FORMATS[form].activation_format
+    recipe = mm.RECIPES[form]
     x = jnp.ones((4, 256), jnp.bfloat16)
     scale = jnp.float32(0.5) if form == "nvfp4" else None
 
     def programs(x: jax.Array) -> list[jax.Array]:
-        tokens = quantize_tokens(x, activation_format).decoded()
+        tokens = quantize_tokens(x, recipe).decoded()
         act = x.astype(jnp.float32)
-        second = expert.requantize(act, mm.WEIGHT_FORMATS[form], scale)
+        second = expert.second_input(act, None, recipe, scale)
         return [tokens, second]
 
     text = jax.jit(programs).lower(x).as_text()

@@ -1,5 +1,6 @@
 """expert.py: the derivatives of the steps that round, and of the activation."""
 
+import dataclasses
 from functools import partial
 
 import cases
@@ -9,17 +10,20 @@ import numpy as np
 import pytest
 
 import jax_megamoe as mm
+from jax_megamoe.formats import Rounding
 from jax_megamoe.numerics import expert
 
+SGL_NVFP4 = dataclasses.replace(mm.RECIPES["nvfp4"], rounding=Rounding(floors_scales=False))
 
-@pytest.mark.parametrize("form", cases.FORMATS)
-def test_a_rounding_is_the_identity(form: str, rng: np.random.Generator) -> None:
+
+@pytest.mark.parametrize("recipe", [*mm.RECIPES.values(), SGL_NVFP4])
+def test_a_rounding_is_the_identity(recipe: mm.Recipe, rng: np.random.Generator) -> None:
     act, tangent = (jnp.asarray(rng.standard_normal((4, 128)), jnp.float32) for _ in range(2))
     act = act.at[0, :16].set(1e6)  # NVFP4 saturates here
-    scale = jnp.float32(0.25) if form == "nvfp4" else None
-    requantize = partial(expert.requantize, form=mm.WEIGHT_FORMATS[form], activation_scale=scale)
-    value, got = jax.jvp(requantize, (act,), (tangent,))
-    np.testing.assert_array_equal(value, requantize(act))
+    scale = jnp.float32(0.25) if recipe.activations.has_global_scale else None
+    second = partial(expert.second_input, weight=None, recipe=recipe, activation_scale=scale)
+    value, got = jax.jvp(second, (act,), (tangent,))
+    np.testing.assert_array_equal(value, second(act))
     want = (tangent if scale is None else tangent / scale).astype(value.dtype)
     np.testing.assert_array_equal(got, want)
     np.testing.assert_array_equal(jax.jvp(expert.round_bf16, (act,), (tangent,))[1], tangent)

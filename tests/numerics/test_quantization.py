@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import scale_pages
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -63,7 +64,7 @@ def test_fp4_tokens_are_the_recorded_ones(wrap):
     golden.assert_recorded("staging", "stage_256_nvfp4_x", values)
     golden.assert_recorded("staging", "stage_256_nvfp4_x_sf", q.pack_words(scales))
     golden.assert_recorded("staging", "stage_256_nvfp4_x_scales", token_scale)
-    sgl = wrap(lambda x: q.quantize_tokens_nvfp4(x, source="sgl"))
+    sgl = wrap(lambda x: q.quantize_tokens_nvfp4(x, floors_scales=False))
     values, scales, token_scale = sgl(x)
     golden.assert_recorded("staging", "stage_256_sgl_nvfp4_x", values)
     golden.assert_recorded("staging", "stage_256_sgl_nvfp4_x_sf", q.pack_words(scales))
@@ -77,15 +78,8 @@ def test_fp4_tokens_are_the_recorded_ones(wrap):
 @pytest.mark.parametrize("block_m", [16, 64, 192, 240])
 def test_shared_scale_pages_are_the_recorded_ones(block_m, wrap):
     exponents = q.unpack_words(golden.arrays("staging")["stage_256_mxfp8_x_sf"])
-    pages = wrap(lambda s: q.shared_scale_pages(s, block_m))(exponents)
+    pages = wrap(lambda s: scale_pages.shared_scale_pages(s, block_m))(exponents)
     golden.assert_recorded("staging", f"stage_256_shared_sf_bm{block_m}", pages.T)
-
-
-@EAGER_AND_JIT
-def test_l2_alpha_is_the_recorded_one(wrap):
-    w2_scale = golden.arrays("staging")["stage_256_w2_global"]
-    alpha = wrap(q.nvfp4_l2_alpha)(w2_scale, np.float32(0.37))
-    golden.assert_recorded("staging", "stage_256_l2_alpha", alpha)
 
 
 # A NumPy oracle that shares no code with the package: IEEE float32 and ml_dtypes' conversions.
@@ -298,7 +292,7 @@ QUANTISERS = {
     "mxfp8": (q.quantize_mxfp8, q.dequantize_mxfp8),
     "mxfp4": (q.quantize_mxfp4, q.dequantize_mxfp4),
     "nvfp4": (q.quantize_tokens_nvfp4, q.dequantize_nvfp4),
-    "sgl nvfp4": (lambda x: q.quantize_tokens_nvfp4(x, source="sgl"), q.dequantize_nvfp4),
+    "sgl nvfp4": (lambda x: q.quantize_tokens_nvfp4(x, floors_scales=False), q.dequantize_nvfp4),
     "fp8_block": (q.quantize_tokens_fp8_block, q.dequantize_tokens_fp8_block),
     "l2 mxfp8": (q.requantize_l2_mxfp8, q.dequantize_mxfp8),
     "l2 fp8_block": (q.requantize_l2_fp8_block, q.dequantize_fp8_block),
@@ -342,6 +336,16 @@ def test_l2_inputs_follow_the_kernels_rules():
     golden.assert_same(scales, want)
     inverse = np.float32(1) / (want.astype(np.float32) * scale)
     golden.assert_same(packed, nearest_e2m1((grouped * inverse[..., None]).reshape(8, 256)))
+    a[0, :16] *= 1e-5  # the block vanishes, as it would not with a floor
+    packed, scales = q.requantize_l2_nvfp4(a, None)
+    grouped = a.astype(np.float32).reshape(8, 16, 16)
+    want = (np.abs(grouped).max(axis=-1) * np.float32(1 / 6)).astype(ml_dtypes.float8_e4m3fn)
+    golden.assert_same(scales, want)
+    assert want[0, 0] == 0 and not np.asarray(packed)[0, :8].any()
+    decoded = want.astype(np.float32)
+    inverse = np.divide(1, decoded, out=np.zeros_like(decoded), where=decoded > 0)
+    golden.assert_same(packed, nearest_e2m1((grouped * inverse[..., None]).reshape(8, 256)))
+    wide = a.astype(np.float32)
     values, scales = q.requantize_l2_fp8_block(a)
     grouped = wide.reshape(8, 2, 128)
     want = np.abs(grouped).max(axis=-1) * (np.float32(1) / np.float32(448))
@@ -362,24 +366,30 @@ def test_bf16_rounding_survives_a_jit_that_made_the_input():
 
 
 def test_shared_scale_rows_follow_the_tensor_cores_order():
-    assert q.shared_scale_rows(34, 16)[[0, 1, 15, 16, 33]].tolist() == [0, 4, 60, 128, 260]
-    rows = q.shared_scale_rows(500, 192)
+    assert scale_pages.shared_scale_rows(34, 16)[[0, 1, 15, 16, 33]].tolist() == [
+        0,
+        4,
+        60,
+        128,
+        260,
+    ]
+    rows = scale_pages.shared_scale_rows(500, 192)
     assert rows[[0, 31, 32, 127, 128, 191, 192]].tolist() == [0, 124, 1, 127, 128, 253, 256]
     assert len(set(rows.tolist())) == 500
     scales = np.arange(12 * 4, dtype=np.uint8).reshape(12, 4)
-    pages = np.asarray(q.shared_scale_pages(scales, 16, num_rows=256))
+    pages = np.asarray(scale_pages.shared_scale_pages(scales, 16, num_rows=256))
     golden.assert_same(pages[0, :48:4], scales.view(np.int32)[:, 0])
     assert pages.shape == (1, 256)
     assert np.count_nonzero(pages) == 12
     with pytest.raises(ValueError, match="scale rows in use: expected at most num_rows = 100"):
-        q.shared_scale_pages(scales, 16, num_rows=100)
+        scale_pages.shared_scale_pages(scales, 16, num_rows=100)
 
 
 def test_no_tokens_quantise_to_nothing():
     x = jnp.zeros((0, 256), jnp.bfloat16)
     for quantise, decode in QUANTISERS.values():
         assert jax.jit(lambda x: decode(*quantise(x)))(x).shape == (0, 256)
-    assert q.shared_scale_pages(np.zeros((0, 8), np.uint8), 16).shape == (2, 0)
+    assert scale_pages.shared_scale_pages(np.zeros((0, 8), np.uint8), 16).shape == (2, 0)
 
 
 @pytest.mark.parametrize("name", QUANTISERS)
@@ -400,8 +410,6 @@ def test_wrong_arguments_are_named():
             quantise(x)
     with pytest.raises(ValueError, match="w rows N: expected a multiple of 128, got 2"):
         q.quantize_fp8_block(x)
-    with pytest.raises(ValueError, match="source: expected one of"):
-        q.quantize_tokens_nvfp4(x, source="other")
     with pytest.raises(TypeError, match="global_scale: expected dtype float32, got bfloat16"):
         q.quantize_nvfp4(x[:, :64], jnp.bfloat16(1))
     with pytest.raises(ValueError, match=r"global_scale: expected shape \[2\], got shape \[3\]"):

@@ -183,7 +183,7 @@ def test_an_exported_launch_runs_where_its_buffer_is(
     back = exported(call, *inputs, disabled_checks=[check])
     jax.block_until_ready(back.call(*inputs))
     assert len(emulation.driver.launches()) == 2
-    monkeypatch.setattr(symmetric_memory, "allocate", lambda *args: None)
+    monkeypatch.setattr(symmetric_memory, "allocate", lambda *_, **__: None)
     call, inputs = deep_gemm_call(max_num_tokens=1999, num_experts=24, top_k=3)
     back = exported(call, *inputs, disabled_checks=[check])
     text = (

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scale_pages
 
 import jax_megamoe as mm
 from jax_megamoe.numerics import quantization
@@ -66,7 +67,7 @@ def test_nvfp4_is_the_recorded_staging_of_vllm(wrap: Any) -> None:
     assert shared is not None
     golden.assert_recorded("staging", "stage_256_mxfp8_x", shared.values)
     golden.assert_recorded("staging", "stage_256_mxfp8_x_sf", words(shared.scale))
-    pages = quantization.shared_scale_pages(shared.scale, 64)
+    pages = scale_pages.shared_scale_pages(shared.scale, 64)
     golden.assert_recorded("staging", "stage_256_shared_sf_bm64", pages.T)
 
 

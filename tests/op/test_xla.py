@@ -60,14 +60,14 @@ def assert_right(
 
 def activation(form: str, name: str) -> mm.Activation:
     """The activation with every parameter that its name has at work."""
-    assert name in mm.WEIGHT_FORMATS[form].activations
+    assert name in mm.RECIPES[form].functions
     return cases.ACTIVATIONS[{"swiglu": "gpt_oss", "situ": "situ"}[name]]
 
 
 CELLS = [
     (form, name, num_shared)
     for form in cases.FORMATS
-    for name in mm.WEIGHT_FORMATS[form].activations
+    for name in mm.RECIPES[form].functions
     for num_shared in (0, 1, 2)
 ]
 

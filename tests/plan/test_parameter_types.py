@@ -47,7 +47,7 @@ def assertions(kernel: KernelSpec) -> str:
 def test_parameters_have_the_types_of_the_headers(name):
     source, compiler = toolchain(name)
     kernels = [each.kernel for each in every_launch().values() if each.kernel.source == name]
-    compiler.compile("".join(map(assertions, kernels)), "sm_100f", source.include_dir)
+    compiler.compile("".join(map(assertions, kernels)), "sm_100f", source.include_dirs)
 
 
 # The largest hidden size of a family with 128 tokens on 8 ranks is 9216.

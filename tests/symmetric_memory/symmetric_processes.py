@@ -5,12 +5,14 @@ import ctypes
 import json
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 from fake_cuda import FakeDevice, FakeDriver, FakeRegistry, open_descriptors
 
-from jax_megamoe import symmetric_memory
+from jax_megamoe import MoEConfig, symmetric_memory
+from jax_megamoe.launch import deep_gemm
 from jax_megamoe.symmetric_memory import SymmetricMemory, peer
 
 KEY, NUM_BYTES = "ep/2", 5000
@@ -18,13 +20,13 @@ RANK = int(sys.argv[1])
 GROUPS: Any = [[FakeDevice(0, 0, 0), FakeDevice(1, 1, 0)]]
 
 
-def exchange(driver: FakeDriver, num_bytes: int = NUM_BYTES) -> dict[str, Any]:
+def exchange(driver: FakeDriver, num_bytes: int = NUM_BYTES, **options: Any) -> dict[str, Any]:
     """Allocates, writes to the own buffer and reads the other's; then frees."""
     registry = FakeRegistry()
     memory = SymmetricMemory(lambda: driver, lambda: registry)
     before = open_descriptors()
     try:
-        memory.allocate(KEY, num_bytes, GROUPS)
+        memory.allocate(options.pop("key", KEY), num_bytes, GROUPS, **options)
     except Exception as error:
         outcome = {"type": type(error).__name__, "text": str(error)}
     else:
@@ -56,6 +58,28 @@ def late() -> dict[str, Any]:
     raise AssertionError
 
 
+def configs() -> dict[str, Any]:
+    """The processes have configs that differ in max_num_tokens, and therefore keys and sizes."""
+    sizes = {"num_experts": 16, "top_k": 4, "hidden_size": 1024, "intermediate_size": 512}
+    config = MoEConfig(**sizes, max_num_tokens=128 << RANK, weight_format="fp8_block")
+    memory = SymmetricMemory(FakeDriver, FakeRegistry)
+    symmetric_memory.allocate, allocate = memory.allocate, symmetric_memory.allocate
+    deep_gemm.compiler.find_source = lambda name: SimpleNamespace(version="1")
+    try:
+        deep_gemm.find_route(config, GROUPS, "ep")
+    except ValueError as error:
+        return {"text": str(error), "keys": memory.keys()}
+    finally:
+        symmetric_memory.allocate = allocate
+    raise AssertionError
+
+
+def unprepared() -> None:
+    """What rank 1 cannot do before it allocates."""
+    if RANK:
+        raise OSError("no compiler")
+
+
 def other_host(driver: FakeDriver) -> dict[str, Any]:
     """The processes believe that they are on two hosts."""
     place, peer.place = peer.place, lambda: f"host {RANK}"
@@ -72,6 +96,12 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "no_fabric": lambda: other_host(FakeDriver(fabric=RANK == 0)),
     "shortage": lambda: exchange(FakeDriver(free=RANK * (1 << 20))),
     "sizes": lambda: exchange(FakeDriver(), NUM_BYTES + RANK),
+    "keys": lambda: exchange(FakeDriver(), key=f"{KEY}/{RANK}"),
+    "facts": lambda: exchange(
+        FakeDriver(), NUM_BYTES + RANK, facts=lambda: {"a": 1, "b": "x" * RANK}
+    ),
+    "configs": configs,
+    "prepare": lambda: exchange(FakeDriver(), prepare=unprepared),
     "refused": lambda: exchange(FakeDriver(refuse="import_handle" if RANK else "")),
     "late": late,
 }

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -120,6 +121,52 @@ def test_a_second_call_does_nothing() -> None:
     calls, buffers = len(here.driver.calls), dict(here.registry.buffers)
     here.allocate([fake_devices(2)])
     assert (len(here.driver.calls), here.registry.buffers) == (calls, buffers)
+    here.memory.close()
+
+
+def test_keys_may_be_asked_for_while_buffers_come_and_go() -> None:
+    here = Setting()
+    here.memory.allocate("held", 1, [fake_devices(1)])
+    wrong: list[object] = []
+
+    def change() -> None:
+        for index in range(200):
+            here.memory.allocate(f"new {index}", 1, [fake_devices(1)])
+        for index in range(200):
+            here.memory.close(f"new {index}")
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    while thread.is_alive():
+        try:
+            if here.memory.keys("held") != ["held"]:
+                wrong.append("not found")
+        except RuntimeError as error:
+            wrong.append(error)
+    thread.join()
+    assert (wrong, here.memory.keys()) == ([], ["held"])
+    here.memory.close()
+
+
+def test_what_is_allocated_is_found_while_another_key_waits() -> None:
+    """An allocation may wait for other processes for long: no lookup waits for it."""
+    here = Setting()
+    here.allocate([fake_devices(1)])
+    begun, done = threading.Event(), threading.Event()
+
+    def prepare() -> None:
+        begun.set()
+        assert done.wait(60)
+
+    arguments: dict[str, Any] = {"groups": [fake_devices(1)], "prepare": prepare}
+    thread = threading.Thread(target=here.memory.allocate, args=("new", 1), kwargs=arguments)
+    thread.start()
+    assert begun.wait(60)
+    here.allocate([fake_devices(1)])
+    assert here.memory.keys() == [KEY]
+    done.set()
+    thread.join()
+    assert here.memory.keys() == [KEY, "new"]
     here.memory.close()
 
 
@@ -351,7 +398,7 @@ def outcomes() -> list[dict[str, Any]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    paths = os.pathsep.join([str(FOLDER), *filter(None, sys.path)])
+    paths = os.pathsep.join([str(FOLDER.parent), *filter(None, sys.path)])
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
     program = [sys.executable, str(FOLDER / "symmetric_processes.py")]
     pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -387,7 +434,12 @@ REFUSED = (
     "devices [0] can map, got import_handle: CUDA_ERROR_NOT_SUPPORTED"
 )
 SHORTAGE = "RuntimeError: symmetric buffer 'ep/2' on device 0: expected 8192 free bytes, got 0 of"
-SIZES = "the same num_bytes in every process, got {0: 5000, 1: 5001}"
+EQUAL = (
+    "{}: expected the same value in every process, got {} in process 0 (groups[0][0]), {} in "
+    "process 1 (groups[0][1]); all processes make the same calls, in the same order, with equal "
+    "configs"
+)
+UNPREPARED = "OSError: no compiler"
 NO_FABRIC = (
     "groups[0]: expected processes of one host and container, or FABRIC handles, got no FABRIC "
     "support on rank 1; ranks on several hosts need an NVLink domain (such as an NVL72) with an "
@@ -398,7 +450,10 @@ NO_FABRIC = (
 @pytest.mark.parametrize(
     ("case", "texts"),
     [
-        ("sizes", [f"ValueError: symmetric buffer 'ep/2': expected {SIZES}"] * 2),
+        ("sizes", ["ValueError: " + EQUAL.format("num_bytes", 5000, 5001)] * 2),
+        ("keys", ["ValueError: " + EQUAL.format("key", "ep/2/0", "ep/2/1")] * 2),
+        ("facts", ["ValueError: " + EQUAL.format("b", "", "x")] * 2),
+        ("prepare", [f"got process 1 (groups[0][1]) raised {UNPREPARED}", UNPREPARED]),
         ("no_fabric", [f"NotImplementedError: {NO_FABRIC}"] * 2),
         ("shortage", [SHORTAGE, f"got process 0 (groups[0][0]) raised {SHORTAGE}"]),
         ("refused", [f"got process 1 (groups[0][1]) raised {REFUSED}", REFUSED]),
@@ -411,6 +466,13 @@ def test_what_fails_in_one_process_fails_in_both(
         got = report[case]
         assert text in f"{got['type']}: {got['text']}"
         assert (got["left"], got["descriptors"]) == ([0, 0, 0], 0)
+
+
+def test_configs_that_differ_are_refused_before_anything_waits(
+    outcomes: list[dict[str, Any]],
+) -> None:
+    refused = {"text": EQUAL.format("max_num_tokens", 128, 256), "keys": []}
+    assert [each["configs"] for each in outcomes] == [refused] * 2
 
 
 def test_the_process_that_did_not_come_is_named(outcomes: list[dict[str, Any]]) -> None:

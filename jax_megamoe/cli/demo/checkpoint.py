@@ -7,14 +7,18 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
+from jax_megamoe import _checks, _files
 from jax_megamoe.config import MoEConfig
 
 LAYER = "model.layers.0.mlp"
 ROUTER = f"{LAYER}.gate.weight"
 EXPERTS = f"{LAYER}.experts"
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+_MADE_BY = "jax_megamoe.cli.demo"
+"""In the config.json of every checkpoint that `write_checkpoint` made."""
 
 
 def expert_name(expert: int, projection: str) -> str:
@@ -27,16 +31,26 @@ def write_checkpoint(folder: Path, config: MoEConfig, *, seed: int, shards: int 
 
     Weights are normal with variance 1 / fan-in, so that a layer keeps the size of its tokens.
 
+    The index comes last: a folder that was not written to its end has none.
+
     Args:
-        folder: made if it is not there; files of the same names are replaced.
+        folder: made if it is not there. One that an earlier call wrote is overwritten.
         config: sizes of the layer; its format does not matter.
         seed: of the weights.
         shards: number of files, at most one an expert.
 
     Returns:
         Bytes of the tensors.
+
+    Raises:
+        ValueError: a folder with files of another origin, which may be somebody's model.
     """
+    _check_own(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    index = folder / "model.safetensors.index.json"
+    index.unlink(missing_ok=True)
+    model_config = _model_config(config) | {"made_by": _MADE_BY}
+    _files.write(folder / "config.json", json.dumps(model_config, indent=2))
     shards = min(shards, config.num_experts)
     rng = np.random.default_rng(seed)
     router = _normal(rng, config.num_experts, config.hidden_size)
@@ -47,13 +61,25 @@ def write_checkpoint(folder: Path, config: MoEConfig, *, seed: int, shards: int 
         for expert in experts:
             tensors |= _expert(rng, int(expert), config)
         name = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
-        save_file(tensors, folder / name, metadata={"format": "np"})
+        _files.write(folder / name, save(tensors, metadata={"format": "np"}))
         weight_map |= dict.fromkeys(tensors, name)
         total += sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-    (folder / "config.json").write_text(json.dumps(_model_config(config), indent=2))
+    content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    _files.write(index, json.dumps(content, indent=2))
     return total
+
+
+def _check_own(folder: Path) -> None:
+    """Raises ValueError for a folder with files that `write_checkpoint` did not write."""
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    try:
+        found = _files.read_json(folder / "config.json")
+    except (OSError, ValueError):
+        found = None
+    if not isinstance(found, dict) or found.get("made_by") != _MADE_BY:
+        expected = "no folder, an empty one, or one that the demo wrote"
+        raise ValueError(_checks.message(str(folder), expected, "other files", "move them"))
 
 
 def _expert(

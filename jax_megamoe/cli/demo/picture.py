@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from jax_megamoe._files import replaced
 from jax_megamoe.cli.demo.result import BOUNDS, FormatResult
 
 _BLUE, _ORANGE, _GREY = "#2b6cb0", "#dd6b20", "#718096"
@@ -35,7 +36,8 @@ def save_picture(path: Path, results: Sequence[FormatResult], num_ranks: int) ->
         axes.set_axisbelow(True)
     _draw_errors(errors, results)
     _draw_loads(loads, results[0].counts, num_ranks)
-    figure.savefig(path)
+    with replaced(path) as file:
+        figure.savefig(file, format="png")
 
 
 def _draw_errors(axes: Any, results: Sequence[FormatResult]) -> None:

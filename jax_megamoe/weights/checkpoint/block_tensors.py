@@ -19,6 +19,7 @@ from jax_megamoe.config import MoEConfig, padded_size
 from jax_megamoe.formats import BF16
 from jax_megamoe.weights.checkpoint.load import Pairs, load_experts
 from jax_megamoe.weights.checkpoint.projection import FLOATS
+from jax_megamoe.weights.checkpoint.select import Scheme, layer_scheme, read_quantization_config
 from jax_megamoe.weights.checkpoint.tensors import Checkpoint, HeldTensor, Tensor
 from jax_megamoe.weights.experts import dequantize_experts
 
@@ -36,7 +37,7 @@ class BlockTensors:
             checkpoint has for this layer, modules of multi-token prediction apart.
 
     Attributes:
-        checkpoint: the path, or this layer's pairs.
+        checkpoint: the opened checkpoint, or this layer's pairs.
         prefix: of the block's names.
 
     Raises:
@@ -48,12 +49,10 @@ class BlockTensors:
     def __init__(
         self, checkpoint: str | Path | Pairs, layer_index: int, *, prefix: str | None = None
     ) -> None:
-        self._source: Checkpoint | None = None
-        self.checkpoint: str | Path | dict[str, Any]
+        self.checkpoint: Checkpoint | dict[str, Any]
         if isinstance(checkpoint, str | Path):
-            self.checkpoint = checkpoint
-            self._source = Checkpoint(checkpoint)
-            names: Iterable[str] = self._source.files
+            self.checkpoint = Checkpoint(checkpoint)
+            names: Iterable[str] = self.checkpoint.files
         else:
             self.checkpoint = _of_layer(checkpoint, layer_index, prefix)
             names = self.checkpoint
@@ -135,11 +134,34 @@ class BlockTensors:
             hint = "is it the model that the block was made for?"
             raise ValueError(_checks.message(self.prefix, expected, got, hint))
 
+    def stored_scheme(
+        self,
+        quantization_config: Mapping[str, Any] | None,
+        otherwise: Mapping[str, Any] | None = None,
+    ) -> Scheme:
+        """How the routed experts are stored, see `layer_scheme`.
+
+        Args:
+            quantization_config: the model's; None: that of the checkpoint's folder.
+            otherwise: what is taken where that says nothing.
+
+        Raises:
+            ValueError, NotImplementedError: as `layer_scheme`.
+        """
+        if quantization_config is None and isinstance(self.checkpoint, Checkpoint):
+            quantization_config = read_quantization_config(self.checkpoint.path)
+        if quantization_config is None:
+            quantization_config = otherwise
+        names = [f"{self.prefix}.{name}" for name in self._names if name.startswith("experts.")]
+        return layer_scheme(quantization_config, f"{self.prefix}.experts", names, self._named)
+
     def _tensor(self, name: str) -> Tensor:
-        full = f"{self.prefix}.{name}"
-        if self._source is not None:
-            return self._source.tensor(full)
-        array = cast(dict[str, Any], self.checkpoint)[full]
+        return self._named(f"{self.prefix}.{name}")
+
+    def _named(self, full: str) -> Tensor:
+        if isinstance(self.checkpoint, Checkpoint):
+            return self.checkpoint.tensor(full)
+        array = self.checkpoint[full]
         if not hasattr(array, "dtype") or not hasattr(array, "shape"):
             raise TypeError(_checks.message(full, "an array", type(array).__name__))
         return HeldTensor(full, array)

@@ -19,14 +19,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jax_megamoe import _checks
+from jax_megamoe._files import aligned
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.mesh import axis_names
 from jax_megamoe.weights import layout as layouts
 from jax_megamoe.weights.checkpoint.dialects import SHARED
 from jax_megamoe.weights.params import ExpertWeights, parameter_shapes
 from jax_megamoe.weights.requantize import QuantizedMatrix
-
-_ALIGNMENT = 64
 
 Range = tuple[int, int]
 """First and last + 1 entry of a field's leading axis: experts, or a shared expert's rows."""
@@ -246,7 +245,7 @@ class ParameterBuffers:
                 raise ValueError(_checks.message(f"initial {name}", expected, None, hint))
         shape = self._row_shapes[name].shape
         buffers = {
-            (start, stop): _aligned((stop - start, *shape[1:]), struct.dtype)
+            (start, stop): _empty((stop - start, *shape[1:]), struct.dtype)
             for start, stop in self._placement.ranges(name, struct.shape[0])
         }
         for shard in () if before is None else before.addressable_shards:
@@ -311,8 +310,5 @@ def _field(name: str, expert: int) -> str:
     return {"w13_weight": "shared_l1_weight", "w2_weight": "shared_l2_weight"}[name]
 
 
-def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    size = math.prod(shape) * dtype.itemsize
-    octets = np.empty(size + _ALIGNMENT, np.uint8)
-    start = -octets.ctypes.data % _ALIGNMENT
-    return octets[start : start + size].view(dtype).reshape(shape)
+def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    return aligned(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)

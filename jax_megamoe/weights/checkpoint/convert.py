@@ -6,16 +6,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jax_megamoe import _checks
+from jax_megamoe._files import is_same_file
 from jax_megamoe.config import MoEConfig, padded_size
+from jax_megamoe.formats import as_weight_format
 from jax_megamoe.weights.checkpoint.converted import save_experts
-from jax_megamoe.weights.checkpoint.dialects import Dialect, Role
-from jax_megamoe.weights.checkpoint.gather import GateUpOrder
+from jax_megamoe.weights.checkpoint.dialects import MAX_EXPERTS, Dialect, Role
+from jax_megamoe.weights.checkpoint.families import GateUpOrder
+from jax_megamoe.weights.checkpoint.header import StoredTensor
 from jax_megamoe.weights.checkpoint.load import load_experts
 from jax_megamoe.weights.checkpoint.projection import PACKED, Piece
-from jax_megamoe.weights.checkpoint.select import read_quantization_config, select_format
-from jax_megamoe.weights.checkpoint.tensors import Checkpoint, StoredTensor
-
-_ANY_EXPERT = 1 << 20
+from jax_megamoe.weights.checkpoint.select import format_of, layer_scheme, read_quantization_config
+from jax_megamoe.weights.checkpoint.tensors import Checkpoint
 
 
 class ConvertedLayer(NamedTuple):
@@ -59,14 +60,18 @@ def convert_checkpoint(
             a multiple of 128; the format, as `select_format` says.
 
     Raises:
-        ValueError: a prefix that no tensor has, sizes that do not go together, and as
-            `load_experts`.
+        ValueError: an output that is a file of the checkpoint or in its folder; a prefix that no
+            tensor has, sizes that do not go together, and as `load_experts`.
         TypeError, NotImplementedError, FileNotFoundError: as `load_experts`.
     """
     source = Checkpoint(checkpoint)
-    several = "*" in prefix
+    paths = {
+        layer: Path(output, f"{layer}.safetensors") if "*" in prefix else Path(output)
+        for layer in layer_prefixes(source.files, prefix)
+    }
+    _check_outputs(source, paths.values())
     done: list[ConvertedLayer] = []
-    for layer in layer_prefixes(source.files, prefix):
+    for layer, path in paths.items():
         config, sizes = stored_layer(source, layer, **fields)
         weights = load_experts(
             config,
@@ -76,11 +81,28 @@ def convert_checkpoint(
             stored_sizes=(sizes.hidden_size, sizes.intermediate_size),
             progress=progress,
         )
-        path = Path(output, f"{layer}.safetensors") if several else Path(output)
         path.parent.mkdir(parents=True, exist_ok=True)
         save_experts(path, config, weights)
         done.append(ConvertedLayer(layer, path, config))
     return done
+
+
+def _check_outputs(source: Checkpoint, outputs: Iterable[Path]) -> None:
+    """Raises ValueError for an output that would replace a file of the checkpoint, by whatever path
+    or link, or that would be taken for one."""
+    is_folder = source.path.is_dir()
+    folder = source.path if is_folder else source.path.parent
+    inputs = {*source.files.values(), *folder.glob("*.json")}
+    hint = "write somewhere else"
+    for output in outputs:
+        for path in inputs:
+            if is_same_file(path, output):
+                expected = "a file that is not read"
+                got = f"{output}, which is {path.name} of the checkpoint"
+                raise ValueError(_checks.message("output", expected, got, hint))
+        if is_folder and is_same_file(output.parent, folder):
+            expected = f"a place outside the checkpoint {folder}"
+            raise ValueError(_checks.message("output", expected, output, hint))
 
 
 def layer_prefixes(names: Iterable[str], pattern: str) -> list[str]:
@@ -89,7 +111,7 @@ def layer_prefixes(names: Iterable[str], pattern: str) -> list[str]:
     Raises:
         ValueError: there are none.
     """
-    number = re.escape(pattern.rstrip(".")).replace(r"\*", r"(\d+)")
+    number = re.escape(pattern.rstrip(".")).replace(r"\*", r"([0-9]{1,9})")
     matches = (re.match(rf"{number}(?=\.)", name) for name in names)
     found = {match[0]: [int(each) for each in match.groups()] for match in matches if match}
     if not found:
@@ -112,9 +134,13 @@ def stored_layer(source: Checkpoint, prefix: str, **fields: Any) -> tuple[MoECon
         ValueError: sizes that do not go together.
         NotImplementedError: a scheme that does not run.
     """
-    quantization = read_quantization_config(source.path)
-    form = select_format(quantization, forced=fields.get("weight_format"), prefix=prefix)
     sizes = stored_sizes(source, prefix)
+    if fields.get("weight_format") is None:
+        quantization = read_quantization_config(source.path)
+        scheme = layer_scheme(quantization, prefix, source.files, source.tensor)
+        form = format_of(scheme, prefix=prefix)
+    else:
+        form = as_weight_format(fields["weight_format"])
     made: dict[str, Any] = dict(
         num_experts=sizes.num_experts,
         num_logical_experts=sizes.num_experts,
@@ -138,8 +164,9 @@ def stored_sizes(source: Checkpoint, prefix: str) -> StoredSizes:
     Raises:
         ValueError: no gate or no down projection, or shapes that do not go together.
     """
-    dialect = Dialect(prefix, _ANY_EXPERT, shared=False)
+    dialect = Dialect(prefix, MAX_EXPERTS, shared=False)
     experts = 0
+    numbers: set[int] = set()
     shapes: dict[str, tuple[int, ...]] = {}
     for name in source.files:
         role = dialect.role(name)
@@ -149,7 +176,12 @@ def stored_sizes(source: Checkpoint, prefix: str) -> StoredSizes:
             tensor = source.tensor(name)
             shapes[role.part] = _matrix_shape(tensor, role)
             experts = max(experts, tensor.shape[0] if role.expert is None else 0)
-        experts = max(experts, 0 if role.expert is None else role.expert + 1)
+        if role.expert is not None:
+            numbers.add(role.expert)
+            experts = max(experts, role.expert + 1)
+    if numbers and len(numbers) != experts:
+        expected = f"experts 0 to {experts - 1}"
+        raise ValueError(_checks.message(f"weights of {prefix}", expected, f"{len(numbers)}"))
     down, halves = shapes.get("down"), 2 if "gate_up" in shapes else 1
     gate = shapes.get("gate_up", shapes.get("gate"))
     if down is not None and len(down) == 2:

@@ -1,12 +1,16 @@
-"""Parameters on disk in kernel layout: a safetensors file that is mapped and handed to the devices.
+"""Parameters on disk in kernel layout: a safetensors file that is read and handed to the devices.
 
 The header's metadata says what is in it: a version, the format, the layout and the sizes. A file of
-another version, format, layout or size is refused, never transformed.
+another version, format, layout or size is refused, never transformed. Parameters are copies: what
+becomes of the file after loading changes none. (Mapped ones would change with a file written in
+place, and end the process where it is cut short.)
 """
 
 import json
-import os
+import math
+from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +20,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_megamoe import _checks
+from jax_megamoe._files import replaced
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.weights.checkpoint.buffers import Placement, place
-from jax_megamoe.weights.checkpoint.tensors import DTYPES, StoredTensor, read_header
-from jax_megamoe.weights.layout import join_rows, split_rows
+from jax_megamoe.weights.checkpoint.header import DTYPES, StoredTensor, read_header
+from jax_megamoe.weights.layout import SGL_TILE, join_rows, split_rows
 from jax_megamoe.weights.params import (
     ARRAY_FIELDS,
     W13_ROWS,
@@ -37,15 +42,20 @@ _SIZES = ("num_experts", "hidden_size", "intermediate_size", "num_shared_experts
 
 
 def save_experts(path: str | Path, config: MoEConfig, weights: ExpertWeights) -> None:
-    """Writes parameters as they are to `path`, one array after another, through a temporary file.
+    """Writes parameters as they are to `path`, one array after another.
+
+    The file appears whole, at the end, in place of an existing one; after an error that is as it
+    was. What a killed process left beside it goes.
 
     Args:
-        path: the file, usually ``*.safetensors``; an existing one is replaced at the end.
+        path: the file, usually ``*.safetensors``.
         config: the layer.
-        weights: its parameters; every shard must be on a device of this process.
+        weights: its parameters, sharded in any way; every shard must be on a device of this
+            process.
 
     Raises:
         ValueError: parameters that are not the config's, or shards of other processes.
+        OSError: the folder cannot be written, or is full; `path` is a folder.
     """
     check_weights(config, weights)
     arrays = weights.arrays()
@@ -53,20 +63,12 @@ def save_experts(path: str | Path, config: MoEConfig, weights: ExpertWeights) ->
         if not array.is_fully_addressable:
             expected = "an array whose shards are all on this process's devices"
             raise ValueError(_checks.message(f"weights.{name}", expected, array.sharding))
-    path = Path(path)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as file:
-            shapes = {
-                name: _file_shape(name, array, weights.layout) for name, array in arrays.items()
-            }
-            file.write(_header(_metadata(config, weights.layout), arrays, shapes))
-            for name in arrays:
-                for block in _blocks(arrays[name]):
-                    file.write(np.ascontiguousarray(block).view(np.uint8).data)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    shapes = {name: _file_shape(name, array, weights.layout) for name, array in arrays.items()}
+    with replaced(Path(path)) as file:
+        file.write(_header(_metadata(config, weights.layout), arrays, shapes))
+        for name, array in arrays.items():
+            for block in _blocks(name, array):
+                file.write(np.ascontiguousarray(block).view(np.uint8).data)
 
 
 def load_converted(
@@ -76,16 +78,18 @@ def load_converted(
     mesh: Mesh | None = None,
     axis: str | tuple[str, ...] | None = None,
 ) -> ExpertWeights:
-    """Parameters that `save_experts` wrote, mapped: only this process's experts are read.
+    """Parameters that `save_experts` wrote; only this process's experts are read.
 
     Args:
-        path: the file; on a CPU device the parameters stay mapped to it.
+        path: the file, which may be replaced or removed once this returns.
         config: the layer, of the format, layout and sizes in the file.
         mesh: shards the experts over `axis`; None: all on the default device.
         axis: the mesh axis, or axes.
 
     Raises:
-        ValueError: no such file of parameters; another version, format, layout or size; named.
+        ValueError: no such file of parameters; another version, format, layout or size; named;
+            a file that is damaged, or written meanwhile.
+        TypeError: a parameter of another dtype.
         FileNotFoundError: no such file.
     """
     path = Path(path)
@@ -103,21 +107,33 @@ def load_converted(
             )
     for name in tensors:
         _checks.one_of(f"tensor in {path.name}", name, ARRAY_FIELDS)
-    placement = place(config, mesh, axis)
     layout = default_layout(config)
-    arrays: dict[str, Any] = {
-        name: _mapped(each, placement, layout) for name, each in tensors.items()
-    }
-    weights = ExpertWeights(**arrays, format=config.weight_format.name)
+    structs: dict[str, Any] = {name: _struct(each, layout) for name, each in tensors.items()}
+    missing = {name: None for name in ("w13_weight", "w2_weight") if name not in tensors}
+    weights = ExpertWeights(**structs, **missing, format=config.weight_format.name)
+    # Before a tensor is read.
     check_weights(config, weights)
-    return weights
+    placement = place(config, mesh, axis)
+    arrays: dict[str, Any] = {
+        name: _copied(each, placement, structs[name].shape) for name, each in tensors.items()
+    }
+    return replace(weights, **arrays)
 
 
-def _mapped(tensor: StoredTensor, placement: Placement, layout: str) -> jax.Array:
-    whole = np.memmap(tensor.path, tensor.dtype, "r", tensor.offset, tensor.shape)
-    if tensor.name in W13_ROWS and whole.ndim > 1:
-        whole = split_rows(whole, layout, W13_ROWS[tensor.name])
-    return placement.to_devices(tensor.name, whole.shape, lambda part: whole[slice(*part)])
+def _struct(tensor: StoredTensor, layout: str) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of a field by that of its tensor, where w13's rows are one axis."""
+    struct = jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)
+    axis = W13_ROWS.get(tensor.name)
+    if axis is None or struct.ndim < 2 or struct.shape[axis] % SGL_TILE:
+        return struct
+    return jax.eval_shape(partial(split_rows, layout=layout, axis=axis), struct)
+
+
+def _copied(tensor: StoredTensor, placement: Placement, shape: tuple[int, ...]) -> jax.Array:
+    def part(rows: tuple[int, int]) -> np.ndarray:
+        return tensor.read_rows(*rows).reshape(-1, *shape[1:])
+
+    return placement.to_devices(tensor.name, shape, part)
 
 
 def _metadata(config: MoEConfig, layout: str) -> dict[str, str]:
@@ -158,11 +174,28 @@ def _header(
     return len(text).to_bytes(8, "little") + text
 
 
-def _blocks(array: jax.Array) -> Iterable[np.ndarray]:
-    """The array's bytes in order, a shard at a time."""
-    shards = {
-        (shard.index[0].start or 0 if shard.index else 0): shard
-        for shard in array.addressable_shards
-    }
-    for start in sorted(shards):
-        yield np.asarray(shards[start].data)
+def _blocks(name: str, array: jax.Array) -> Iterable[np.ndarray]:
+    """The array in order, a range of its leading axis at a time, put together from all shards.
+
+    Raises:
+        ValueError: the shards do not cover the array.
+    """
+    ranges: dict[tuple[int, int], dict[tuple[Any, ...], jax.Array]] = defaultdict(dict)
+    for shard in array.addressable_shards:
+        start, stop, _ = shard.index[0].indices(array.shape[0])
+        inner = tuple((each.start, each.stop) for each in shard.index[1:])
+        ranges[start, stop][inner] = shard.data  # replicas are alike
+    covered = 0
+    for (start, stop), parts in sorted(ranges.items()):
+        size = (stop - start) * math.prod(array.shape[1:])
+        if start != covered or sum(part.size for part in parts.values()) != size:
+            expected = "shards that cover it, each entry once"
+            raise ValueError(_checks.message(f"weights.{name}", expected, array.sharding))
+        covered = stop
+        if len(parts) == 1:
+            yield np.asarray(next(iter(parts.values())))
+            continue
+        block = np.empty((stop - start, *array.shape[1:]), array.dtype)
+        for inner, part in parts.items():
+            block[slice(None), *(slice(*bounds) for bounds in inner)] = part
+        yield block

@@ -9,6 +9,7 @@ compressed-tensors):
 """
 
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
@@ -20,6 +21,9 @@ Kind = Literal["weight", "scale", "global_scale", "input_scale", "bias", "unused
 
 SHARED = -1
 """The shared expert's number."""
+
+MAX_EXPERTS = 1 << 20
+"""Of a layer whose number of experts is not known."""
 
 PARTS: MappingProxyType[str, Part] = MappingProxyType(
     {
@@ -54,6 +58,9 @@ _KINDS: MappingProxyType[str, tuple[Kind, bool]] = MappingProxyType(
     }
 )
 """Suffix to kind, and whether the number stored is a divisor (compressed-tensors)."""
+
+_MODULE = re.compile(rf"((?:\.\d+)?\.(?:{'|'.join(PARTS)}))(?![^._])")
+"""What of a tensor's name, after the prefix, is its module's."""
 
 _NOT_RUN = MappingProxyType(
     dict.fromkeys(
@@ -119,6 +126,16 @@ class Dialect:
             expected = f"experts 0 to {self._num_experts - 1} (num_logical_experts)"
             raise ValueError(_checks.message(name, expected, int(number)))
         return self._parsed(name, projection, int(number))
+
+    def modules(self, names: Iterable[str]) -> set[str]:
+        """Modules of the routed experts, by the names of tensors: ``{prefix}.0.gate_proj``; of
+        stacks ``{prefix}.gate_up_proj``.
+        """
+        found = (_MODULE.match(name, len(self.prefix)) for name in self._within(names))
+        return {f"{self.prefix}{match[1]}" for match in found if match}
+
+    def _within(self, names: Iterable[str]) -> Iterator[str]:
+        return (name for name in names if name.startswith(f"{self.prefix}."))
 
     def _parsed(self, name: str, projection: str, expert: int | None) -> Role:
         separators = "[._]" if expert is None else "[.]"

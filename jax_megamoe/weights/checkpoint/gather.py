@@ -3,15 +3,14 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal
+from typing import get_args
 
 from jax_megamoe import _checks
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.weights.checkpoint.dialects import SHARED, Dialect, Kind, Part, Role
+from jax_megamoe.weights.checkpoint.families import GateUpOrder
 from jax_megamoe.weights.checkpoint.projection import FLOATS, Piece, Projection
 from jax_megamoe.weights.checkpoint.tensors import Tensor
-
-GateUpOrder = Literal["halves", "alternating"]
 
 Key = tuple[int, Part]
 """A logical expert (or `SHARED`) and its ``gate``, ``up`` or ``down``."""
@@ -37,7 +36,8 @@ class Gathering:
         wanted: logical experts (and `SHARED`) to keep; tensors of the others are checked by name.
         stored_sizes: hidden and intermediate size of the checkpoint.
         gate_up_order: how rows of a tensor with gate and up follow each other; None: in turns in
-            GPT-OSS blocks and in transposed stacks (GPT-OSS in BF16), else gate rows first.
+            GPT-OSS's blocks and in transposed stacks with biases (GPT-OSS in BF16), gate rows first
+            in what is not transposed; of other transposed stacks nothing is known.
 
     Attributes:
         projections: matrices by key; whoever has used one takes it out.
@@ -61,8 +61,11 @@ class Gathering:
         self._dialect = dialect
         self._wanted = wanted
         self._hidden, self._inter = stored_sizes
+        if gate_up_order is not None:
+            _checks.one_of("gate_up_order", gate_up_order, get_args(GateUpOrder))
         self._gate_up_order = gate_up_order
-        self._stack: _StackOrder | None = None
+        self._is_transposed: bool | None = None
+        self._has_blocks = self._has_gate_up_biases = False
         self._undecided: list[tuple[Tensor, Role]] = []
         self._seen: dict[tuple[int, Part, Kind], str] = {}
         self._of_floats: set[Key] = set()
@@ -101,14 +104,32 @@ class Gathering:
         if not tensor.shape or tensor.shape[0] != experts:
             expected = f"{experts} experts on the leading axis (num_logical_experts)"
             raise ValueError(_checks.message(where, expected, f"shape {list(tensor.shape)}"))
-        if self._stack is None:
-            self._stack = self._decided(tensor, role)
-        if self._stack is None and self._needs_order(tensor, role):
-            self._undecided.append((tensor, role))
-            return []
-        waiting, self._undecided = self._undecided, []
-        keys = [key for each in waiting for key in self._sort(*each, self._stack)]
-        return keys + self._sort(tensor, role, self._stack)
+        self._learn(tensor, role)
+        waiting, self._undecided = [*self._undecided, (tensor, role)], []
+        keys: list[Key] = []
+        for each in waiting:
+            order = self._order_of(*each)
+            if order is None:
+                self._undecided.append(each)
+            else:
+                keys += self._sort(*each, order)
+        return keys
+
+    def use_order(self, order: GateUpOrder | None) -> None:
+        """Takes the model's order of gate and up rows where none was given; before any tensor."""
+        self._gate_up_order = self._gate_up_order or order
+
+    def check_order(self) -> None:
+        """Raises ValueError for a stack that two models' orders fit."""
+        for tensor, role in self._undecided:
+            if role.part == "gate_up" and self._is_transposed:
+                expected = (
+                    "'halves' (gate columns first: Qwen3-VL-MoE, Llama 4) or 'alternating' (gate "
+                    "and up columns in turns: GPT-OSS), for its shape is the same in both"
+                )
+                where = f"gate_up_order of {tensor.name} in {tensor.origin}"
+                hint = "pass it, or put the model's config.json beside the file"
+                raise ValueError(_checks.message(where, expected, None, hint))
 
     def incomplete(self, joint: Callable[[int], bool]) -> list[str]:
         """What has come but cannot be used yet, each with what it lacks.
@@ -154,7 +175,7 @@ class Gathering:
                 raise ValueError(_checks.message(where, expected, f"another, {self._seen[key]}"))
             self._seen[key] = where
 
-    def _sort(self, tensor: Tensor, role: Role, order: _StackOrder | None) -> list[Key]:
+    def _sort(self, tensor: Tensor, role: Role, order: _StackOrder) -> list[Key]:
         keys: list[Key] = []
         stacked = role.expert is None
         experts = self._wanted - {SHARED} if role.expert is None else {role.expert}
@@ -164,8 +185,8 @@ class Gathering:
                 role,
                 index=expert if stacked else None,
                 half=EACH_PART.index(part) if role.part == "gate_up" else None,
-                transposed=bool(order and order.transposed and role.kind == "weight"),
-                alternating=bool(order and order.alternating),
+                transposed=order.transposed and role.kind == "weight",
+                alternating=order.alternating,
             )
             self._keep((expert, part), piece)
             keys.append((expert, part))
@@ -199,26 +220,43 @@ class Gathering:
         rows = inter * (self._config.num_shared_experts if expert == SHARED else 1)
         return (hidden, rows) if part == "down" else (rows, hidden)
 
-    def _decided(self, tensor: Tensor, role: Role) -> _StackOrder | None:
-        """The arrangement that this tensor shows; None if it shows none."""
-        if role.kind != "weight" or not (role.part == "gate_up" or str(tensor.dtype) in FLOATS):
-            return None
-        transposed = False
-        if str(tensor.dtype) in FLOATS:
-            rows, columns = self._size((0, _parts(role)[0]), self._hidden, self._inter)
-            rows *= len(_parts(role))
-            shape = tensor.shape[1:]
-            transposed = shape == (columns, rows)
-            if transposed and rows == columns:
-                return None
-        alternating = role.blocks or transposed
-        if self._gate_up_order is not None:
-            alternating = self._gate_up_order == "alternating"
-        return _StackOrder(transposed, alternating)
+    def _learn(self, tensor: Tensor, role: Role) -> None:
+        """Keeps what the tensor shows of how stacks are arranged."""
+        self._has_blocks = self._has_blocks or role.blocks
+        if role.kind == "bias" and role.part == "gate_up":
+            self._has_gate_up_biases = True
+        if role.kind != "weight" or self._is_transposed is not None:
+            return
+        if str(tensor.dtype) not in FLOATS:
+            self._is_transposed = False if role.part == "gate_up" else None
+            return
+        rows, columns = self._size((0, _parts(role)[0]), self._hidden, self._inter)
+        rows *= len(_parts(role))
+        if rows != columns:
+            self._is_transposed = tensor.shape[1:] == (columns, rows)
 
-    def _needs_order(self, tensor: Tensor, role: Role) -> bool:
+    def _order_of(self, tensor: Tensor, role: Role) -> _StackOrder | None:
+        """How a stack is arranged; None where that is not known yet."""
         is_float_weight = role.kind == "weight" and str(tensor.dtype) in FLOATS
-        return role.part == "gate_up" or is_float_weight
+        if is_float_weight and self._is_transposed is None:
+            return None
+        alternating = False
+        if role.part == "gate_up":
+            known = self._alternates()
+            if known is None:
+                return None
+            alternating = known
+        return _StackOrder(bool(self._is_transposed), alternating)
+
+    def _alternates(self) -> bool | None:
+        """Whether gate and up rows are in turns; None where that is not known yet."""
+        if self._gate_up_order is not None:
+            return self._gate_up_order == "alternating"
+        if self._has_blocks:
+            return True
+        if not self._is_transposed:
+            return self._is_transposed
+        return True if self._has_gate_up_biases else None
 
 
 def _parts(role: Role) -> tuple[Part, ...]:

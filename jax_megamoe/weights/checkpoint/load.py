@@ -25,7 +25,9 @@ from jax_megamoe.config import MoEConfig
 from jax_megamoe.formats import WEIGHT_FORMATS, WeightFormat
 from jax_megamoe.weights.checkpoint.buffers import ParameterBuffers, place, placement_of
 from jax_megamoe.weights.checkpoint.dialects import SHARED, Dialect, Role
-from jax_megamoe.weights.checkpoint.gather import GateUpOrder, Gathering, Key
+from jax_megamoe.weights.checkpoint.families import GateUpOrder
+from jax_megamoe.weights.checkpoint.gather import Gathering, Key
+from jax_megamoe.weights.checkpoint.header import StoredTensor
 from jax_megamoe.weights.checkpoint.projection import (
     Cache,
     Projection,
@@ -34,8 +36,12 @@ from jax_megamoe.weights.checkpoint.projection import (
     scalar,
     stacked,
 )
-from jax_megamoe.weights.checkpoint.select import read_quantization_config, stored_scheme
-from jax_megamoe.weights.checkpoint.tensors import Checkpoint, HeldTensor, StoredTensor
+from jax_megamoe.weights.checkpoint.select import (
+    read_gate_up_order,
+    read_quantization_config,
+    stored_scheme,
+)
+from jax_megamoe.weights.checkpoint.tensors import Checkpoint, HeldTensor
 from jax_megamoe.weights.params import ExpertWeights, check_weights, default_layout
 from jax_megamoe.weights.requantize import requantize
 
@@ -47,7 +53,7 @@ _LISTED = 8
 
 def load_experts(
     config: MoEConfig,
-    checkpoint: str | Path | Pairs,
+    checkpoint: str | Path | Checkpoint | Pairs,
     *,
     prefix: str,
     mesh: Mesh | None = None,
@@ -63,21 +69,24 @@ def load_experts(
         config: the layer. With fewer logical than physical experts, slot p gets logical expert
             p % num_logical_experts. With num_shared_experts, the shared expert is loaded too and
             fused, if the format fuses one.
-        checkpoint: a folder with safetensors files, one such file, or (name, array) pairs.
+        checkpoint: a folder with safetensors files, one such file, either opened, or (name, array)
+            pairs.
         prefix: of the experts' names, such as ``model.layers.3.mlp.experts``.
         mesh: shards the experts over `axis`; None: all experts on the default device.
         axis: the mesh axis, or axes.
         quantization_config: the checkpoint's; None: read from its folder, if it is one.
         progress: whether to show a bar (on process 0).
         gate_up_order: how gate and up rows follow each other in tensors with both: ``"halves"`` or
-            ``"alternating"``; None: alternating in GPT-OSS's, which are blocks or transposed.
+            ``"alternating"``; None: as in the model that a config.json beside the checkpoint names,
+            else as GPT-OSS's biases or blocks show, else gate rows first in stacks [E, 2I, H];
+            stacks [E, H, 2I] without any of that are refused.
         stored_sizes: hidden and intermediate size of the checkpoint, where the config's are those
             rounded up: the rest is filled with zeros.
 
     Raises:
         ValueError: a tensor missing, unknown, there twice or of a wrong shape; a value or scale
             that is not finite; global scales of gate and up that differ; experts that do not divide
-            by the axis.
+            by the axis; gate and up in an order that is not known; a config.json that is malformed.
         TypeError: a tensor of a wrong dtype.
         NotImplementedError: a scheme that does not run, such as packed int4.
         FileNotFoundError: no such folder or file, or a shard that the index names is absent.
@@ -90,14 +99,16 @@ def load_experts(
         gate_up_order=gate_up_order,
         stored_sizes=stored_sizes,
     )
-    is_path = isinstance(checkpoint, str | Path)
-    if quantization_config is None and is_path:
-        quantization_config = read_quantization_config(checkpoint)
-    stored_scheme(quantization_config, prefix)
-    if is_path:
-        loader.read(checkpoint, progress=progress)
-    else:
+    if not isinstance(checkpoint, str | Path | Checkpoint):
+        stored_scheme(quantization_config, prefix)
         loader.add(checkpoint, progress=progress)
+        return loader.finish()
+    source = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
+    if quantization_config is None:
+        quantization_config = read_quantization_config(source.path)
+    modules = Dialect(prefix, config.logical_experts, shared=False).modules(source.files)
+    stored_scheme(quantization_config, prefix, modules)
+    loader.read(source, progress=progress)
     return loader.finish()
 
 
@@ -210,12 +221,12 @@ class ExpertLoader:
             self._write_small()
 
     def read(
-        self, checkpoint: str | Path, *, partial: bool = False, progress: bool = False
+        self, checkpoint: str | Path | Checkpoint, *, partial: bool = False, progress: bool = False
     ) -> None:
         """Reads this process's experts from a folder or file, several projections at a time.
 
         Args:
-            checkpoint: the folder or file.
+            checkpoint: the folder or file, or one that was opened.
             partial: whether more is to come; else what is missing is an error before any tensor is
                 read.
             progress: whether to show a bar.
@@ -223,7 +234,9 @@ class ExpertLoader:
         Raises:
             as `load_experts`.
         """
-        for tensor, role in self._stored(Checkpoint(checkpoint)):
+        source = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
+        self._gathering.use_order(read_gate_up_order(source.path))
+        for tensor, role in self._stored(source):
             self._gathering.take(tensor, role)
         if not partial:
             self._check_complete(range(self._config.logical_experts))
@@ -350,6 +363,7 @@ class ExpertLoader:
 
     def _check_complete(self, experts: Iterable[int]) -> None:
         """Raises ValueError for everything that is missing of `experts`, listed."""
+        self._gathering.check_order()
         lacking = self._gathering.incomplete(self._joint)
         if self._initial is None:
             lacking += self._gathering.absent([*experts, *([SHARED] if self._has_shared else [])])

@@ -1,44 +1,26 @@
-"""Tensors of a checkpoint: safetensors files read by slices, and arrays handed over in pairs.
+"""Tensors of a checkpoint: in safetensors files, and in arrays handed over in pairs."""
 
-The safetensors header is read here rather than through the safetensors package: that has no slices
-of FP8 and E8M0 tensors for NumPy, and errors are to name the tensor and the file. Format:
-https://huggingface.co/docs/safetensors, a little-endian uint64 length, a JSON header, the bytes.
-"""
-
-import json
-import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
-import ml_dtypes
 import numpy as np
 
 from jax_megamoe import _checks
+from jax_megamoe._files import read_json
+from jax_megamoe.weights.checkpoint.header import (
+    StoredTensor,
+    json_kind,
+    json_name,
+    paired,
+    read_header,
+)
 
-DTYPES: dict[str, np.dtype] = {
-    "F64": np.dtype(np.float64),
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
-    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
-    "I64": np.dtype(np.int64),
-    "I32": np.dtype(np.int32),
-    "I16": np.dtype(np.int16),
-    "I8": np.dtype(np.int8),
-    "U64": np.dtype(np.uint64),
-    "U32": np.dtype(np.uint32),
-    "U16": np.dtype(np.uint16),
-    "U8": np.dtype(np.uint8),
-    "BOOL": np.dtype(np.bool_),
-}
-"""NumPy dtypes by their name in a safetensors header."""
-
-_MAX_HEADER = 100_000_000
+_LONGEST_PATH = 255
+"""Bytes of a path in an index; file systems take no longer name."""
 
 
 class Tensor(Protocol):
@@ -63,7 +45,7 @@ class Tensor(Protocol):
 
 @dataclass(frozen=True)
 class HeldTensor:
-    """A tensor of a (name, array) pair."""
+    """A tensor of a (name, array) pair; float4_e2m1fn, a value a byte, is read as uint8 pairs."""
 
     name: str
     array: Any
@@ -71,102 +53,45 @@ class HeldTensor:
 
     @property
     def dtype(self) -> np.dtype:
-        return np.dtype(self.array.dtype)
+        return np.dtype(np.uint8) if self._is_e2m1 else np.dtype(self.array.dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.array.shape)
+        shape = tuple(self.array.shape)
+        return paired(f"{self.name} in {self.origin}", shape) if self._is_e2m1 else shape
 
     def read(self, index: int | None = None) -> np.ndarray:
-        return np.asarray(self.array if index is None else self.array[index])
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor in a safetensors file: `offset` is counted in bytes from the file's start."""
-
-    name: str
-    path: Path
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    offset: int
+        array = np.asarray(self.array if index is None else self.array[index])
+        if not self._is_e2m1:
+            return array
+        codes = array.view(np.uint8) & 15
+        return codes[..., ::2] | codes[..., 1::2] << 4
 
     @property
-    def origin(self) -> str:
-        return self.path.name
-
-    def read(self, index: int | None = None) -> np.ndarray:
-        """The whole tensor, or `index` of its leading axis, reading those bytes only.
-
-        Raises:
-            ValueError: the file ends before the tensor does.
-        """
-        shape = self.shape if index is None else self.shape[1:]
-        size = math.prod(shape) * self.dtype.itemsize
-        offset = self.offset + (index or 0) * size
-        data = np.fromfile(self.path, np.uint8, count=size, offset=offset)
-        if data.size != size:
-            raise ValueError(
-                _checks.message(f"{self.name} in {self.origin}", f"{size} bytes", data.size)
-            )
-        return data.view(self.dtype).reshape(shape)
+    def _is_e2m1(self) -> bool:
+        return str(self.array.dtype) == "float4_e2m1fn"
 
 
-def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Tensors by name and the metadata of one safetensors file; no tensor is read.
+def _shard(index: Path, file: object, where: str) -> Path:
+    """The file that an index names beside it.
+
+    A link is followed: the folders of Hugging Face's cache are made of links.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: not a safetensors file, a tensor twice, or one that runs past the file's end.
-        TypeError: a dtype that is not in `DTYPES`.
+        ValueError: no path within the folder.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, _MAX_HEADER):
-            expected = "a safetensors file, whose first 8 bytes are its header's length"
-            raise ValueError(_checks.message(path.name, expected, f"length {length} in {size}"))
-        text = file.read(length)
-    try:
-        header: dict[str, Any] = json.loads(text, object_pairs_hook=_no_name_twice)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(_checks.message(path.name, "a JSON header", error)) from error
-    except KeyError as error:
-        expected = "each tensor once"
-        raise ValueError(_checks.message(path.name, expected, f"{error} twice")) from error
-    metadata = header.pop("__metadata__", {})
-    tensors = {name: _stored(name, path, entry, 8 + length) for name, entry in header.items()}
-    for tensor in tensors.values():
-        end = tensor.offset + math.prod(tensor.shape) * tensor.dtype.itemsize
-        if end > size:
-            expected = f"a file of at least {end} bytes"
-            raise ValueError(_checks.message(f"{tensor.name} in {path.name}", expected, size))
-    return tensors, metadata
-
-
-def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    unique: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in unique:
-            raise KeyError(name)
-        unique[name] = value
-    return unique
-
-
-def _stored(name: str, path: Path, entry: dict[str, Any], data_start: int) -> StoredTensor:
-    where = f"{name} in {path.name}"
-    if entry["dtype"] not in DTYPES:
-        raise TypeError(_checks.message(where, f"one of the dtypes {list(DTYPES)}", entry["dtype"]))
-    dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
-    begin, end = entry["data_offsets"]
-    if end - begin != math.prod(shape) * dtype.itemsize:
-        expected = f"{math.prod(shape) * dtype.itemsize} bytes for {dtype} {list(shape)}"
-        raise ValueError(_checks.message(where, expected, end - begin))
-    return StoredTensor(name, path, dtype, shape, data_start + begin)
+    path = PurePosixPath(json_name(file, index) if isinstance(file, str) else "/")
+    is_within = path.parts and not path.is_absolute() and not {"..", "."} & {*path.parts}
+    if not is_within or "\0" in str(path) or len(os.fsencode(path)) > _LONGEST_PATH:
+        got = repr(file) if isinstance(file, str) else json_kind(file)
+        raise ValueError(_checks.message(where, "a file in the index's folder", got))
+    return index.parent / path
 
 
 class Checkpoint:
-    """A safetensors file, or a folder of them with or without an index; headers are read on demand.
+    """A safetensors file, or a folder of them with or without an index.
+
+    Headers are read on demand. A file is opened once and stays open as long as a tensor of it.
 
     Args:
         path: a file, or a folder with one ``*.safetensors.index.json``, or else with safetensors
@@ -175,7 +100,8 @@ class Checkpoint:
     Raises:
         FileNotFoundError: no such path, no safetensors file in the folder, or an indexed file that
             is absent.
-        ValueError: an index without a weight map, several indices, or a tensor in two files.
+        ValueError: an index without a weight map, or that names a file outside the folder; several
+            indices; a tensor in two files.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -187,7 +113,7 @@ class Checkpoint:
     @cached_property
     def files(self) -> dict[str, Path]:
         """The file of every tensor, by the tensor's name."""
-        if self.path.is_file():
+        if not self.path.is_dir():
             return dict.fromkeys(self._header(self.path), self.path)
         indices = sorted(self.path.glob("*.safetensors.index.json"))
         if len(indices) > 1:
@@ -201,12 +127,19 @@ class Checkpoint:
         return self._from_index(indices[0]) if indices else self._from_headers()
 
     def _from_index(self, index: Path) -> dict[str, Path]:
-        content = json.loads(index.read_text())
+        content = read_json(index)
         weight_map = content.get("weight_map") if isinstance(content, dict) else None
         if not isinstance(weight_map, dict):
             expected = "a JSON object with weight_map: tensor name to file name"
-            raise ValueError(_checks.message(index.name, expected, f"keys {list(content)[:5]}"))
-        return {name: self.path / file for name, file in weight_map.items()}
+            got = f"keys {list(content)[:5]}" if isinstance(content, dict) else json_kind(content)
+            raise ValueError(_checks.message(index.name, expected, got))
+        shards: dict[object, Path] = {}
+        files: dict[str, Path] = {}
+        for name, file in weight_map.items():
+            if not isinstance(file, str) or file not in shards:
+                shards[file] = _shard(index, file, f"{json_name(name, index)} in {index.name}")
+            files[name] = shards[file]
+        return files
 
     def _from_headers(self) -> dict[str, Path]:
         paths = sorted(self.path.glob("*.safetensors"))
@@ -230,10 +163,12 @@ class Checkpoint:
             ValueError: the file holds no such tensor.
         """
         path = self.files[name]
-        if not path.exists():
+        try:
+            tensors = self._header(path)
+        except (FileNotFoundError, NotADirectoryError) as error:
             expected = f"the file {path.name}, which the index names"
-            raise FileNotFoundError(_checks.message(f"{name} in {self.path}", expected, "no file"))
-        tensors = self._header(path)
+            where = f"{name} in {self.path}"
+            raise FileNotFoundError(_checks.message(where, expected, "no file")) from error
         if name not in tensors:
             got = f"{len(tensors)} others"
             raise ValueError(_checks.message(f"{name} in {path.name}", "that tensor", got))

@@ -2,6 +2,7 @@
 // instead of carried out. A "cubin" here is text, one kernel a line: its name and the bytes of each
 // parameter. Tests read the record as JSON through recording_log.
 
+#include <condition_variable>
 #include <cstdint>
 #include <cstring>
 #include <map>
@@ -45,6 +46,9 @@ struct Peek {
   size_t size;
 };
 std::map<std::string, Peek> peeks;  // by kernel
+std::string held_kernel;
+int num_held = 0;
+std::condition_variable held_changed;
 std::string log_text;
 thread_local std::vector<CUcontext> contexts;
 
@@ -251,9 +255,15 @@ CUresult cuMemsetD8Async(CUdeviceptr address, unsigned char value, size_t count,
 
 CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, void** parameters,
                           void**) {
-  std::lock_guard lock(mutex);
+  std::unique_lock lock(mutex);
   const auto* launched = reinterpret_cast<Function*>(function);
   if (CurrentDevice() != launched->device) return kInvalidContext;
+  if (launched->kernel->name == held_kernel) {
+    ++num_held;
+    held_changed.notify_all();
+    held_changed.wait(lock, [&] { return launched->kernel->name != held_kernel; });
+    --num_held;
+  }
   std::string attributes;
   for (uint32_t i = 0; i < config->num_attributes; ++i) {
     const CUlaunchAttribute& attribute = config->attributes[i];
@@ -303,6 +313,19 @@ void recording_clear() {
 void recording_fail(const char* function, int result) {
   std::lock_guard lock(mutex);
   failures[function] = result;
+}
+
+// From now on launches of `kernel` do not return; those of the kernel before it do.
+void recording_hold(const char* kernel) {
+  std::lock_guard lock(mutex);
+  held_kernel = kernel;
+  held_changed.notify_all();
+}
+
+// Returns when a launch is being held.
+void recording_wait_for_held() {
+  std::unique_lock lock(mutex);
+  held_changed.wait(lock, [] { return num_held > 0; });
 }
 
 // From now on launches of `kernel` record `size` bytes of (host) memory that a parameter points to.

@@ -7,13 +7,13 @@ Prints how many bytes it read, and the SHA-256 of the part of w2_weight that its
 
 import hashlib
 import sys
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from jax_megamoe.config import MoEConfig
+from jax_megamoe.weights.checkpoint.header import StoredTensor
 from jax_megamoe.weights.checkpoint.load import load_experts
 
 
@@ -23,15 +23,15 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", 2)
     jax.distributed.initialize(address, 2, int(process))
     read = 0
-    fromfile = np.fromfile
+    read_tensor = StoredTensor.read
 
-    def counted(*args: Any, **kwargs: Any) -> np.ndarray:
+    def counted(tensor: StoredTensor, index: int | None = None) -> np.ndarray:
         nonlocal read
-        array = fromfile(*args, **kwargs)
+        array = read_tensor(tensor, index)
         read += array.nbytes
         return array
 
-    np.fromfile = counted
+    StoredTensor.read = counted
     config = MoEConfig(
         num_experts=experts,
         top_k=1,

@@ -169,3 +169,56 @@ def test_a_missing_tensor_leaves_no_file(tmp_path: Path, rng: np.random.Generato
     with pytest.raises(ValueError, match="no weight of expert 2's up projection"):
         convert_checkpoint(path, tmp_path / "made", prefix=PREFIX, progress=False)
     assert [each.name for each in tmp_path.iterdir()] == ["model"]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        "model/model-00001-of-00002.safetensors",
+        *("model/x", "model/../model/x", "link", "hard", "config", "folder/x"),
+    ],
+)
+def test_an_input_is_no_output(tmp_path: Path, rng: np.random.Generator, output: str) -> None:
+    """By whatever path or link; and nothing else goes where it would be taken for an input."""
+    checkpoint = files.write_folder(tmp_path / "model", layers(rng, "bf16", 3), config={})
+    shard = checkpoint / "model-00002-of-00002.safetensors"
+    (tmp_path / "link").symlink_to(shard)
+    (tmp_path / "hard").hardlink_to(shard)
+    (tmp_path / "config").symlink_to(checkpoint / "config.json")
+    (tmp_path / "folder").symlink_to(checkpoint)
+    before = contents(tmp_path)
+    text = r"output: expected a (file that is not read|place outside the checkpoint .*), got .*; wr"
+    with pytest.raises(ValueError, match=text):
+        convert_checkpoint(checkpoint, tmp_path / output, prefix=PREFIX, progress=False)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_in_place_is_refused(
+    tmp_path: Path,
+    rng: np.random.Generator,
+    capsys: pytest.CaptureFixture[str],
+    several: bool,
+) -> None:
+    """One file over itself; every layer into the checkpoint's folder."""
+    checkpoint = files.write_folder(tmp_path / "model", layers(rng, "bf16", 3), shards=1)
+    place = checkpoint if several else next(checkpoint.glob("*.safetensors"))
+    before = contents(tmp_path)
+    prefix = PATTERN if several else PREFIX
+    assert main(["convert", str(place), "--prefix", prefix, "--output", str(place)]) == 2
+    assert "output: expected" in capsys.readouterr().err
+    assert contents(tmp_path) == before
+
+
+def test_experts_without_a_gap(tmp_path: Path, rng: np.random.Generator) -> None:
+    """An expert's number from the file is no size to allocate."""
+    tensors = layers(rng, "bf16", 3)
+    for part in files.PROJ.values():
+        tensors[f"{PREFIX}.1000000.{part}.weight"] = tensors[f"{PREFIX}.0.{part}.weight"]
+    path = files.write_file(tmp_path / "model", tensors)
+    with pytest.raises(ValueError, match=f"weights of {PREFIX}: expected experts 0 to 1000000, go"):
+        convert_checkpoint(path, tmp_path / "made", prefix=PREFIX, progress=False)

@@ -9,7 +9,8 @@ import jax
 import numpy as np
 import pytest
 from checkpoint_files import PREFIX, assert_same
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec as P
 from safetensors import safe_open
 
 from jax_megamoe.config import MoEConfig
@@ -59,17 +60,42 @@ def test_saved_is_loaded(tmp_path: Path, rng: np.random.Generator, form: str) ->
         assert again.read_bytes() == path.read_bytes()
 
 
-def test_mapped_without_a_copy(tmp_path: Path, rng: np.random.Generator) -> None:
-    """On a CPU device the parameters are the file's own pages."""
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_parameters_are_copies(tmp_path: Path, rng: np.random.Generator, ranks: int) -> None:
+    """What becomes of the file changes none: mapped ones would change, or end the process."""
     config = make_config()
     path = tmp_path / "experts.safetensors"
-    save_experts(path, config, made(rng, config))
-    weights = load_converted(path, config)
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    spans = [line.split()[0].split("-") for line in maps if line.endswith(path.name)]
-    for array in (weights.w13_weight, weights.w13_weight_scale, weights.w2_weight):
-        address = array.unsafe_buffer_pointer()
-        assert any(int(start, 16) <= address < int(end, 16) for start, end in spans)
+    weights = made(rng, config)
+    save_experts(path, config, weights)
+    loaded = load_converted(path, config, mesh=mesh_of(ranks), axis="ep")
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.write(bytes(size))
+        file.flush()
+        assert_same(loaded, weights)
+        file.truncate(0)
+    assert_same(loaded, weights)
+
+
+@pytest.mark.parametrize("spec", [P(None, "a", "b"), P("a", "b"), P("b", None, "a"), P(), P("a")])
+def test_any_sharding_is_written_whole(
+    tmp_path: Path, rng: np.random.Generator, spec: PartitionSpec
+) -> None:
+    """Arrays that are sharded inside an expert too."""
+    config = make_config()
+    weights = made(rng, config)
+    path = tmp_path / "e"
+    save_experts(path, config, weights)
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
+
+    def sharded(array: jax.Array) -> jax.Array:
+        sizes = zip(spec, array.shape, strict=False)
+        axes = [None if size % 8 else axis for axis, size in sizes]
+        return jax.device_put(array, NamedSharding(mesh, P(*axes)))
+
+    arrays: dict[str, Any] = {name: sharded(each) for name, each in weights.arrays().items()}
+    save_experts(tmp_path / "sharded", config, replace(weights, **arrays))
+    assert (tmp_path / "sharded").read_bytes() == path.read_bytes()
 
 
 def test_other_tools_can_read_it(tmp_path: Path, rng: np.random.Generator) -> None:

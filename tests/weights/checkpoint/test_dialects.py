@@ -11,7 +11,9 @@ import pytest
 from checkpoint_files import PREFIX, W123, Experts, assert_same
 
 from jax_megamoe.config import MoEConfig
-from jax_megamoe.weights.checkpoint.load import load_experts
+from jax_megamoe.weights.checkpoint.convert import convert_checkpoint
+from jax_megamoe.weights.checkpoint.converted import load_converted
+from jax_megamoe.weights.checkpoint.load import load_experts, reload_experts
 from jax_megamoe.weights.experts import (
     dequantize_biases,
     dequantize_experts,
@@ -28,8 +30,15 @@ def make_config(form: str, **changes: Any) -> MoEConfig:
     return files.make_config(form, E, H, INTER, **changes)
 
 
-def load(tmp_path: Path, config: MoEConfig, tensors: dict[str, np.ndarray], **kwargs: Any) -> Any:
-    folder = files.write_folder(tmp_path / "model", tensors)
+def load(
+    tmp_path: Path,
+    config: MoEConfig,
+    tensors: dict[str, np.ndarray],
+    model: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Loaded from a folder with this config.json."""
+    folder = files.write_folder(tmp_path / "model", tensors, config=model)
     return load_experts(config, folder, prefix=PREFIX, progress=False, **kwargs)
 
 
@@ -168,18 +177,82 @@ def test_gpt_oss_biases(tmp_path: Path, rng: np.random.Generator) -> None:
     assert_same(weights, load(tmp_path, config, twin))
 
 
-def test_gpt_oss_in_bf16(tmp_path: Path, rng: np.random.Generator) -> None:
-    """[E, H, 2I], columns of gate and up in turns, and [E, I, H]."""
-    experts = files.floats(rng, E, H, INTER)
-    gate_up = files.alternating(experts["gate"].weight, experts["up"].weight)
+def stacks(
+    experts: Experts, *, order: str, biases: dict[str, np.ndarray] | None = None
+) -> dict[str, np.ndarray]:
+    """Transposed, [E, H, 2I] and [E, I, H], gate and up columns as halves or in turns."""
+    gate, up, down = (experts[part].weight for part in files.PROJ)
+    both = np.concatenate([gate, up], axis=1) if order == "halves" else files.alternating(gate, up)
     tensors = {
-        f"{PREFIX}.gate_up_proj": gate_up.swapaxes(1, 2),
-        f"{PREFIX}.down_proj": experts["down"].weight.swapaxes(1, 2),
+        f"{PREFIX}.gate_up_proj": both.swapaxes(1, 2),
+        f"{PREFIX}.down_proj": down.swapaxes(1, 2),
     }
-    config = make_config("bf16")
-    assert_values(config, load(tmp_path, config, tensors), experts)
-    swapped = load(tmp_path, config, tensors, gate_up_order="halves")
+    if biases is not None:
+        tensors[f"{PREFIX}.gate_up_proj_bias"] = files.alternating(biases["gate"], biases["up"])
+        tensors[f"{PREFIX}.down_proj_bias"] = biases["down"]
+    return tensors
+
+
+@pytest.mark.parametrize(
+    "model, order",
+    [
+        (dict(model_type="gpt_oss"), "alternating"),
+        (dict(model_type="qwen3_vl_moe_text"), "halves"),
+        (dict(model_type="qwen3_vl_moe", text_config=dict(num_experts=4)), "halves"),
+        (dict(model_type="other", text_config=dict(model_type="llama4_text")), "halves"),
+    ],
+)
+def test_order_of_the_models_config(
+    tmp_path: Path, rng: np.random.Generator, model: dict[str, Any], order: str
+) -> None:
+    """Of a folder, of one file in it, of a reload; an explicit order goes before it."""
+    experts, config = files.floats(rng, E, H, INTER), make_config("bf16")
+    tensors = stacks(experts, order=order)
+    weights = load(tmp_path, config, tensors, model)
+    assert_values(config, weights, experts)
+    folder = tmp_path / "model"
+    file = files.write_file(folder / "one.safetensors", tensors)
+    options = dict(prefix=PREFIX, progress=False)
+    assert_same(load_experts(config, file, **options), weights)
+    assert_same(reload_experts(config, weights, file, **options), weights)
+    [layer] = convert_checkpoint(file, tmp_path / "made", **options)
+    assert_same(load_converted(layer.path, layer.config), weights)
+    other = "halves" if order == "alternating" else "alternating"
+    swapped = load_experts(config, folder, **options, gate_up_order=other)
     assert not np.array_equal(dequantize_experts(config, swapped)[0], experts["gate"].values)
+
+
+def test_order_shown_by_the_biases_of_gpt_oss(tmp_path: Path, rng: np.random.Generator) -> None:
+    experts, biases = files.floats(rng, E, H, INTER), _biases(rng)
+    config = make_config("bf16")
+    tensors = stacks(experts, order="alternating", biases=biases)
+    for pairs in (tensors, dict(reversed(list(tensors.items())))):
+        weights = load_experts(config, pairs, prefix=PREFIX, progress=False)
+        assert_values(config, weights, experts)
+        for part, got in dequantize_biases(weights).items():
+            expected = biases[part.removesuffix("_bias")].astype(np.float32)
+            np.testing.assert_array_equal(np.asarray(got), expected)
+
+
+@pytest.mark.parametrize("model", [None, dict(hidden_size=256), dict(model_type="unknown")])
+def test_order_that_nothing_says_is_refused(
+    tmp_path: Path, rng: np.random.Generator, model: dict[str, Any] | None
+) -> None:
+    experts, config = files.floats(rng, E, H, INTER), make_config("bf16")
+    for order in ("halves", "alternating"):
+        tensors = stacks(experts, order=order)
+        text = (
+            r"gate_up_order of model\.layers\.3\.mlp\.experts\.gate_up_proj in .*: expected "
+            r"'halves' \(.*Qwen3-VL-MoE.*\) or 'alternating' \(.*GPT-OSS\), .* got None; "
+            "pass it, or put the model's config.json beside"
+        )
+        with pytest.raises(ValueError, match=text):
+            load(tmp_path, config, tensors, model)
+        with pytest.raises(ValueError, match=text):
+            load_experts(config, tensors, prefix=PREFIX, progress=False)
+        assert_values(config, load(tmp_path, config, tensors, gate_up_order=order), experts)
+    with pytest.raises(ValueError, match=r"gate_up_order: expected one of \[.*\], got 'half'"):
+        load(tmp_path, config, tensors, gate_up_order="half")
 
 
 @pytest.mark.parametrize("hidden, inter", [(256, 128), (128, 256), (256, 256), (512, 256)])
@@ -319,8 +392,8 @@ def test_gate_is_gate(tmp_path: Path) -> None:
     ]
     for form in ("mxfp4", "fp8_block"):
         config = make_config(form)
-        for tensors in arrangements:
-            weights = load(tmp_path, config, tensors)
+        for tensors, order in zip(arrangements, (None, None, "alternating"), strict=True):
+            weights = load(tmp_path, config, tensors, gate_up_order=order)
             for value, got in zip(rows.values(), dequantize_experts(config, weights), strict=True):
                 np.testing.assert_allclose(np.asarray(got), value, rtol=1e-6)
 

@@ -152,16 +152,22 @@ def test_not_excluded(pattern: str) -> None:
 @pytest.mark.parametrize(
     "config, text",
     [
-        (dict(quant_method="awq"), r"quant_method: expected experts stored as bf16, .*, got 'awq'"),
-        (dict(quant_method="gptq", bits=4), "quant_method: .* got 'gptq'"),
+        (
+            dict(quant_method="awq"),
+            r"quant_method in quantization_config: expected experts stored as bf16, .*, got 'awq'",
+        ),
+        (dict(quant_method="gptq", bits=4), "quant_method in quantization_config: .* got 'gptq'"),
         (DEEPSEEK_V3 | dict(weight_block_size=None), "got FP8 under scales of another grid than"),
         (DEEPSEEK_V3 | dict(weight_block_size=[64, 64]), "got FP8 under scales of another grid"),
         (
             compressed("pack-quantized", num_bits=4, type="int", group_size=32),
-            r"compressed-tensors format: .* got 'pack-quantized' \(int4\)",
+            r"compressed-tensors format in quantization_config: .* got 'pack-quantized' \(int4\)",
         ),
         (compressed("float-quantized", type="float"), "got FP8 under scales of another grid"),
-        (dict(quantization=dict(quant_algo="W4A16_AWQ")), "quant_algo: .* got 'W4A16_AWQ'"),
+        (
+            dict(quantization=dict(quant_algo="W4A16_AWQ")),
+            "quantization.quant_algo in quantization_config: .* got 'W4A16_AWQ'",
+        ),
         (
             dict(
                 quant_algo="MIXED_PRECISION",

@@ -1,0 +1,1 @@
+"""Executes PTX on a CPU: kernels that this machine has no GPU for, run in the tests."""

@@ -1,0 +1,55 @@
+"""Every recorded plan, buffer and weight layout of FlashInfer, against what is planned for it."""
+
+from collections.abc import Iterator, Mapping
+
+import golden_records
+import numpy as np
+import pytest
+
+from tests.plan.flashinfer_records import planned
+from tests.plan.golden_launches import Record, first_difference, read
+
+PLANS, LAYOUTS = "flashinfer_plans.jsonl.gz", "flashinfer_layouts.npz"
+
+
+@pytest.fixture(scope="module")
+def layouts() -> Mapping[str, np.ndarray]:
+    return golden_records.arrays("flashinfer_layouts")
+
+
+def records(kind: str) -> Iterator[Record]:
+    return (record for record in read(PLANS) if record["kind"] == kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rejections"),
+    [("mxfp4_fused", 1200), ("nvfp4_fused", 2008), ("nvfp4_split", 0), ("buffer", 0)],
+)
+def test_recorded_plans_and_buffers(kind: str, rejections: int) -> None:
+    rejected = 0
+    for record in records(kind):
+        if "rejected" in record:
+            want: Record = {"rejected": record["rejected"]}
+            rejected += 1
+        else:
+            want = record["outputs"]
+        difference = first_difference(want, planned(kind, record["inputs"]))
+        assert not difference, f"{record['inputs']} {difference}"
+        golden_records.compared(PLANS)
+    assert rejected == rejections
+
+
+@pytest.mark.parametrize("form", ["mxfp4", "nvfp4"])
+def test_recorded_weight_layouts(form: str, layouts: Mapping[str, np.ndarray]) -> None:
+    names = {"w13": "w13", "w2": "w2", "s13": f"{form}_s13", "s2": f"{form}_s2"}
+    inputs = {name: layouts[f"a/{recorded}"] for name, recorded in names.items()}
+    got = planned(f"{form}_layout", inputs)
+    for matrix in ("l1", "l2"):
+        np.testing.assert_array_equal(got[matrix], layouts[f"a/{form}_{matrix}"])
+        golden_records.compared(LAYOUTS)
+
+
+@pytest.mark.parametrize("form", ["mxfp4", "nvfp4"])
+def test_recorded_decoding(form: str, layouts: Mapping[str, np.ndarray]) -> None:
+    np.testing.assert_array_equal(planned(f"{form}_decode", {})["bytes"], layouts[f"{form}_decode"])
+    golden_records.compared(LAYOUTS)
