@@ -13,6 +13,7 @@ from jax_megamoe.compile.errors import CompileError
 from jax_megamoe.compile.sources import KernelSource
 from jax_megamoe.plan.families.flashinfer_launch import WIDE_INTERMEDIATE
 from jax_megamoe.plan.kernel import KernelSpec
+from jax_megamoe.plan.vllm_nvfp4 import SCALE_BY_POINTER
 
 _NAME = r"[A-Za-z_]\w*(?:::[A-Za-z_]\w*)*"
 _TYPE = rf"(?:const |unsigned )*{_NAME}(?: long)*(?:<(?:{_NAME}|\d+)>)?(?: ?\*)?"
@@ -28,7 +29,7 @@ _FORMS = {
 """What each text of a spec must be, as a whole."""
 
 _MACRO = re.compile(r"#define [A-Z][A-Z0-9_]* \d+\n")
-_PRELUDES = ("", WIDE_INTERMEDIATE)
+_PRELUDES = ("", WIDE_INTERMEDIATE, SCALE_BY_POINTER)
 """What a prelude may hold beside macros that are numbers."""
 
 

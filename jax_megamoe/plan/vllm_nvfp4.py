@@ -45,7 +45,7 @@ from jax_megamoe.plan.vllm_sm100 import arch, clamps, norm_arguments
 
 _SCALE = "l2_activation_scale"
 
-_SCALE_BY_POINTER = f"#define {_SCALE} *{_SCALE}_pointer\n"
+SCALE_BY_POINTER = f"#define {_SCALE} *{_SCALE}_pointer\n"
 """Makes the kernel's parameter ``const float`` a ``const float*`` and reads it at each of its uses,
 which are factors. By value the scale would be part of the program: layers that differ in it would
 be compiled apart, and one program could not run a stack of them."""
@@ -147,7 +147,7 @@ def _nvfp4(launcher: Launcher) -> KernelLaunch:
     launch = launcher.launch(template, arguments, types, arch(launcher.device))
     if not by_pointer:
         return launch
-    return replace(launch, kernel=replace(launch.kernel, prelude=_SCALE_BY_POINTER))
+    return replace(launch, kernel=replace(launch.kernel, prelude=SCALE_BY_POINTER))
 
 
 def _fp4_fp4(launcher: Launcher) -> KernelLaunch:
