@@ -21,7 +21,7 @@ from jax_megamoe.nn.hf_config import HASHED, Layers, block_spec, layers_of, read
 from jax_megamoe.nn.layer import MegaMoE
 from jax_megamoe.nn.router_layer import RouterLayer
 from jax_megamoe.nn.shared_expert import SharedExpert, log_unfused, unfused_reason
-from jax_megamoe.nn.storage import Storage, format_of_layer, storage_of
+from jax_megamoe.nn.storage import Storage, format_of_layer, shared_scheme, storage_of
 from jax_megamoe.nn.variables import replicated
 from jax_megamoe.routing.replicas import ReplicaMap
 from jax_megamoe.routing.router import Router
@@ -59,6 +59,8 @@ class MegaMoEBlock(nnx.Module):
         shared_size: int = 0,
         has_shared_gate: bool = False,
         has_expert_biases: bool = False,
+        shared_format: str | None = None,
+        shared_stored: str | None = None,
         mesh: Mesh | None = None,
         axis: Axis | None = None,
         token_axes: Axis | None = None,
@@ -76,6 +78,11 @@ class MegaMoEBlock(nnx.Module):
                 has.
             has_shared_gate: whether a sigmoid gate weighs the shared expert's output.
             has_expert_biases: whether the routed experts' matmuls add biases.
+            shared_format: precision to fuse the shared expert in, whatever it is stored in; None:
+                it is fused only where that is the precision it is stored in, and else runs in
+                bfloat16.
+            shared_stored: how the shared expert is stored, such as ``"bf16"`` or ``"mxfp8"``; None:
+                not known yet, `load` will see.
             mesh: where to shard the experts; None: over the current mesh (`jax.set_mesh`), if it
                 has `axis`. The rest is replicated.
             axis: the expert-parallel mesh axis, or several.
@@ -94,7 +101,15 @@ class MegaMoEBlock(nnx.Module):
         if has_shared_gate and not shared_size:
             expected = "False where there is no shared expert"
             raise ValueError(_checks.message("has_shared_gate", expected, True))
-        reason = unfused_reason(config, shared_size, own == self.stored_sizes, has_shared_gate)
+        self.shared_format, self.shared_stored = shared_format, shared_stored
+        wanted = shared_format
+        if wanted is None and shared_stored in config.recipe.shared_formats:
+            wanted = shared_stored
+        if wanted is not None:
+            config = replace(config, shared_format=wanted)
+        kept = shared_stored if shared_format is None else None
+        is_whole = own == self.stored_sizes
+        reason = unfused_reason(config, shared_size, is_whole, has_shared_gate, kept)
         if reason:
             log_unfused(config, reason)
         fused = shared_size // config.intermediate_size if reason is None else 0
@@ -189,6 +204,8 @@ class MegaMoEBlock(nnx.Module):
             shared_size=spec.shared_size,
             has_shared_gate=spec.has_shared_gate,
             has_expert_biases=spec.has_expert_biases,
+            shared_format=config.get("shared_format"),
+            shared_stored=shared_scheme(raw, spec.prefix, layer_index),
             mesh=mesh,
             axis=axis,
             token_axes=token_axes,
@@ -277,7 +294,8 @@ class MegaMoEBlock(nnx.Module):
 
         A block from `from_config` without a weight_format takes the format of this layer, by the
         names found in the checkpoint: `config` changes where the model excludes the layer from
-        quantisation or stores it in floating point. A shared expert is fused or not accordingly.
+        quantisation or stores it in floating point. A shared expert is fused where the kernels can
+        run it in the precision that the checkpoint has, unless shared_format says otherwise.
 
         Args:
             checkpoint: a folder with safetensors files, one such file, or (name, array) pairs.
@@ -314,6 +332,7 @@ class MegaMoEBlock(nnx.Module):
         )
         self._check_biases(experts, tensors.prefix)
         self.config, self.shared_expert = made.config, made.shared_expert
+        self.shared_stored = made.shared_stored
         for module, arrays in ((self.router, router), (self.shared_expert, shared)):
             for name, array in arrays.items():
                 kind = type(getattr(module, name))
@@ -330,18 +349,20 @@ class MegaMoEBlock(nnx.Module):
     def _as_stored(
         self, tensors: BlockTensors, quantization_config: Mapping[str, Any] | None
     ) -> "MegaMoEBlock":
-        """The block in the format that the experts are stored in, of shapes alone; itself where
-        that is its own, or where its format was given.
+        """The block in the formats that the experts and the shared one are stored in, of shapes
+        alone; itself where those are its own, or were given.
         """
-        if self.storage is None or not self.storage.decides_format:
+        mesh, shared = self.experts.used_mesh, self.shared_expert
+        form, own = self.config.weight_format, self.config.weight_format.name
+        if self.storage is not None and self.storage.decides_format:
+            scheme = tensors.stored_scheme(quantization_config, self.storage.quantization_config)
+            if scheme != own and not (scheme == "fp8_block" and own == "mxfp8"):
+                device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else None
+                form = format_of(scheme, device, f"{tensors.prefix}.experts")
+        has_shared = shared is not None or self.config.num_shared_experts > 0
+        stored = tensors.shared_scheme() if has_shared else None
+        if form.name == own and stored == self.shared_stored:
             return self
-        scheme = tensors.stored_scheme(quantization_config, self.storage.quantization_config)
-        own = self.config.weight_format.name
-        if scheme == own or (scheme == "fp8_block" and own == "mxfp8"):
-            return self
-        mesh, shared = self.experts.mesh, self.shared_expert
-        device = None if mesh is None else mesh.devices.flat[0]
-        form = format_of(scheme, device, f"{tensors.prefix}.experts")
         make = partial(
             MegaMoEBlock,
             replace(self.config, weight_format=form, num_shared_experts=0, shared_format=None),
@@ -350,8 +371,11 @@ class MegaMoEBlock(nnx.Module):
             shared_size=self.config.shared_size if shared is None else shared.gate_proj.shape[0],
             has_shared_gate=shared is not None and shared.output_gate is not None,
             has_expert_biases=getattr(self.experts, "w13_bias") is not None,
-            mesh=mesh,
+            shared_format=self.shared_format,
+            shared_stored=stored,
+            mesh=mesh if isinstance(mesh, Mesh) else None,
             axis=self.experts.axis,
+            token_axes=self.experts.token_axes,
             implementation=self.experts.implementation,
         )
         return nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))

@@ -81,15 +81,27 @@ class SharedExpert(nnx.Module):
 
 
 def unfused_reason(
-    config: MoEConfig, shared_size: int, is_whole: bool, has_gate: bool
+    config: MoEConfig, shared_size: int, is_whole: bool, has_gate: bool, stored: str | None
 ) -> str | None:
-    """Why the shared expert cannot be fused; None where it can, or there is none."""
+    """Why the shared expert is not fused; None where it is, or there is none.
+
+    Args:
+        config: the experts.
+        shared_size: its intermediate size; 0: there is none.
+        is_whole: the config's sizes are the model's.
+        has_gate: a sigmoid gate weighs its output.
+        stored: precision that it must keep; None: any.
+    """
     form, inter = config.weight_format.name, config.intermediate_size
+    fused = config.shared_format
     reasons = {
         "a gate weighs its output": has_gate,
         "the model's sizes are rounded up": not is_whole,
         f"its size {shared_size} is no multiple of intermediate_size {inter}": shared_size % inter,
         f"{form} kernels fuse none": config.shared_format is None,
+        f"it is stored as {stored}, and {form} kernels would fuse it as {fused}": (
+            stored is not None and stored != fused
+        ),
         "sgl's NVFP4 kernel fuses none": form == "nvfp4" and config.kernel_source == "sgl",
     }
     return next((text for text, holds in reasons.items() if holds and shared_size), None)
