@@ -331,7 +331,7 @@ class MegaMoEBlock(nnx.Module):
             progress=progress,
         )
         self._check_biases(experts, tensors.prefix)
-        self.config, self.shared_expert = made.config, made.shared_expert
+        self.config, self.shared_expert = made.config, nnx.data(made.shared_expert)
         self.shared_stored = made.shared_stored
         for module, arrays in ((self.router, router), (self.shared_expert, shared)):
             for name, array in arrays.items():
