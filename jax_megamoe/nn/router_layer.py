@@ -127,8 +127,8 @@ class RouterLayer(nnx.Module):
 def _drawn_table(settings: Router, rngs: nnx.Rngs) -> Int32[Array, "ids top_k"]:
     """Rows of distinct experts, the first one drawn."""
     shape = (settings.table_size, 1)
-    first = jax.random.randint(rngs.params(), shape, 0, settings.num_experts)
-    return (first + jnp.arange(settings.top_k)[None]) % settings.num_experts
+    first = jax.random.randint(rngs.params(), shape, 0, settings.num_experts, jnp.int32)
+    return (first + jnp.arange(settings.top_k, dtype=jnp.int32)[None]) % settings.num_experts
 
 
 def _with_rows(array: Array, *, missing: int) -> Array:

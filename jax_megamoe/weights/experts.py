@@ -201,7 +201,7 @@ def _random_routed(
 
     def slots(key: Array, first: int | Array, count: int) -> dict[str, Array]:
         keys = jax.random.split(key, config.logical_experts + 1)[1:]
-        held = (first + jnp.arange(count)) % config.logical_experts
+        held = (first + jnp.arange(count, dtype=jnp.int32)) % config.logical_experts
         fields = _random(keys[held], inter, hidden, form, layout)
         if form.weight.has_global_scale:
             fields["w2_input_scale"] = jnp.zeros(count, jnp.float32)

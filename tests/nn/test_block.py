@@ -371,8 +371,6 @@ class TestErrors:
 
     def test_not_loaded(self) -> None:
         block = block_of("qwen3_moe", "bf16", rngs=None)
-        message = (
-            r"the router's parameters: expected arrays: call load\(\), put a state in, or"
-        )
+        message = r"the router's parameters: expected arrays: call load\(\), put a state in, or"
         with pytest.raises(ValueError, match=message):
             block(jnp.zeros((4, 256), jnp.bfloat16))
