@@ -179,9 +179,9 @@ def test_the_current_mesh_counts_when_a_layer_is_made(kind: AxisType) -> None:
 
 @KINDS
 def test_the_current_mesh_counts_when_a_block_is_made(kind: AxisType) -> None:
+    x = x_of(TOKENS)
     with jax.set_mesh(cases.ep_mesh(8, kind)):
         spread = block(axis="ep")
-        x = x_of(TOKENS)
         y = jitted(spread, x)
     np.testing.assert_array_equal(host(y), host(jitted(single(), x)))
     assert len(spread.experts.weights.w13_weight.sharding.device_set) == 8

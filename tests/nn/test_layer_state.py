@@ -97,6 +97,8 @@ def test_arrays_of_either_order_move_into_a_layer_of_the_other(
     np.testing.assert_array_equal(np.asarray(traced, np.float32), want)
 
 
+# A restore that Orbax refuses leaves tasks on its closed event loop.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("order", ORDERS)
 def test_orbax_restores_into_shapes_of_the_same_order(order: str, tmp_path: Path) -> None:
     """Onto more devices; the other order is refused."""
