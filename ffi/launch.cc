@@ -43,6 +43,8 @@ class Parameters {
                         reinterpret_cast<CUtensorMap*>(at));
       } else if (const auto* address = std::get_if<Address>(&argument.value)) {
         Store(at, bases.Resolve(*address));
+      } else if (const auto* flag = std::get_if<bool>(&argument.value)) {
+        Store(at, *flag);
       } else if (const auto* integer = std::get_if<uint32_t>(&argument.value)) {
         Store(at, *integer);
       } else if (const auto* number = std::get_if<float>(&argument.value)) {

@@ -160,6 +160,10 @@ Layout DecodeValue(const Reader& reader, const LaunchPlan& plan, Argument* argum
     argument->value = DecodeAddress(reader, plan);
     return {8, 8};
   }
+  if (kind == "bool") {
+    argument->value = reader.Bool("value");
+    return {1, 1};
+  }
   if (kind == "uint32") {
     argument->value = static_cast<uint32_t>(reader.Int("value", 0, kUint32Max));
     return {4, 4};
@@ -173,7 +177,8 @@ Layout DecodeValue(const Reader& reader, const LaunchPlan& plan, Argument* argum
     return {128, 128};
   }
   if (kind != "symmetric_buffer") {
-    Reject(reader.Path("kind"), "pointer, uint32, float32, symmetric_buffer or tensor_map", kind);
+    Reject(reader.Path("kind"), "pointer, bool, uint32, float32, symmetric_buffer or tensor_map",
+           kind);
   }
   if (!plan.uses_symmetric_buffer()) {
     Reject(reader.Path("kind"), "no symmetric_buffer in a plan without buffer_key", kind);

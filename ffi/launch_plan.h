@@ -50,7 +50,7 @@ struct SymmetricBufferArgument {};
 
 struct Argument {
   std::string name;
-  std::variant<Address, uint32_t, float, SymmetricBufferArgument, TensorMap> value;
+  std::variant<Address, bool, uint32_t, float, SymmetricBufferArgument, TensorMap> value;
   size_t size = 0;    // bytes
   size_t offset = 0;  // in the parameter block
 };

@@ -12,6 +12,9 @@ from jax_megamoe.config import MoEConfig as MoEConfig
 from jax_megamoe.formats import ACTIVATION_FORMATS as ACTIVATION_FORMATS
 from jax_megamoe.formats import BF16 as BF16
 from jax_megamoe.formats import FP8_BLOCK as FP8_BLOCK
+from jax_megamoe.formats import GROUPED_BF16 as GROUPED_BF16
+from jax_megamoe.formats import GROUPED_FP8 as GROUPED_FP8
+from jax_megamoe.formats import GROUPED_LAYOUTS as GROUPED_LAYOUTS
 from jax_megamoe.formats import MXFP4 as MXFP4
 from jax_megamoe.formats import MXFP8 as MXFP8
 from jax_megamoe.formats import NVFP4 as NVFP4
@@ -21,7 +24,7 @@ from jax_megamoe.formats import ActivationFormat as ActivationFormat
 from jax_megamoe.formats import Recipe as Recipe
 from jax_megamoe.formats import WeightFormat as WeightFormat
 from jax_megamoe.launch.deep_gemm import allocate_buffers as allocate_buffers
-from jax_megamoe.launch.deep_gemm import check_supported as check_supported
+from jax_megamoe.launch.runnable import check_supported as check_supported
 from jax_megamoe.op.exporting import register as _register_pytrees
 from jax_megamoe.op.mega_moe import mega_moe as mega_moe
 from jax_megamoe.op.reference import einsum_moe as einsum_moe
@@ -41,8 +44,8 @@ from jax_megamoe.routing.stats import capture_routing as capture_routing
 from jax_megamoe.routing.stats import moe_stats as moe_stats
 from jax_megamoe.weights.experts import dequantize_experts as dequantize_experts
 from jax_megamoe.weights.experts import quantize_experts as quantize_experts
-from jax_megamoe.weights.experts import to_layout as to_layout
 from jax_megamoe.weights.params import ExpertWeights as ExpertWeights
+from jax_megamoe.weights.relayout import to_layout as to_layout
 
 __version__ = "0.1.0"
 

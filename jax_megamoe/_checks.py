@@ -48,6 +48,18 @@ def integer(argument: str, value: object, *, minimum: int = 0, hint: str = "") -
     return number
 
 
+def seed(value: object) -> int:
+    """`value` as a seed of JAX's and NumPy's generators, an int from 0 to 2^32 - 1.
+
+    Raises:
+        TypeError: not an integer.
+        ValueError: out of range.
+    """
+    number = integer("seed", value)
+    at_most("seed", number, 2**32 - 1, "2^32 - 1")
+    return number
+
+
 def finite(argument: str, value: object) -> float:
     """`value` as a finite float.
 

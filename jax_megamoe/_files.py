@@ -158,12 +158,16 @@ def _said(error: ValueError) -> str:
 
 
 @contextlib.contextmanager
-def replaced(path: Path) -> Iterator[BinaryIO]:
+def replaced(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
     """A file to write, which takes the place of `path` when the block ends without an error.
 
     Until then it has a name of its own beside `path`, ``.NAME.RANDOM.part``, which no other thread
     or process uses, and the writer holds its lock. A killed writer's lock is free: the next writer
     of `path` removes what it left. The bytes are on the disk before the name changes.
+
+    Args:
+        path: the file.
+        mode: who may read and write it, less what the process's umask forbids.
 
     Raises:
         OSError: the folder cannot be written, or is full; `path` is as it was, or is a folder.
@@ -174,7 +178,7 @@ def replaced(path: Path) -> Iterator[BinaryIO]:
     stem = os.fsdecode(os.fsencode(f".{path.name}")[:200])
     for left in path.parent.glob(f"{_escaped(stem)}.*.part"):
         _remove_if_dead(left)
-    file, part = _created(path.parent, stem)
+    file, part = _created(path.parent, stem, mode)
     try:
         with file:
             yield file
@@ -185,17 +189,18 @@ def replaced(path: Path) -> Iterator[BinaryIO]:
         part.unlink(missing_ok=True)
 
 
-def write(path: Path, content: str | bytes) -> None:
+def write(path: Path, content: str | bytes, *, mode: int = 0o666) -> None:
     """Writes a whole file through `replaced`; text as UTF-8."""
-    with replaced(path) as file:
+    with replaced(path, mode=mode) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
-def _created(folder: Path, stem: str) -> tuple[BinaryIO, Path]:
+def _created(folder: Path, stem: str, mode: int) -> tuple[BinaryIO, Path]:
     """A new file under a lock, and its path."""
     while True:
         part = folder / f"{stem}.{secrets.token_hex(8)}.part"
-        file = part.open("xb")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        file = os.fdopen(os.open(part, flags, mode), "wb")
         try:
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(file, fcntl.LOCK_EX)

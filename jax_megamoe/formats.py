@@ -15,8 +15,21 @@ ScaleKind = Literal["none", "ue8m0", "e4m3", "float32"]
 
 INTERLEAVE_8 = "interleave8"
 """Gate and up rows alternate by 8: every kernel but sgl's NVFP4."""
+FLASHINFER_MXFP4, FLASHINFER_NVFP4 = "flashinfer_mxfp4", "flashinfer_nvfp4"
+"""FlashInfer's SM90 kernels: rows as in interleave8, codes and scales in one array."""
 SGL_FP4 = "sgl_fp4"
 """Row order of sgl's NVFP4 kernel."""
+GROUPED_BF16, GROUPED_FP8 = "humming_bf16", "humming_fp8"
+GROUPED_LAYOUTS = MappingProxyType(
+    {
+        GROUPED_BF16: ("mxfp4", "mxfp8", "nvfp4", "fp8_block"),
+        GROUPED_FP8: ("mxfp4", "fp8_block"),
+    }
+)
+"""Layouts of the grouped products' weights, and the weight formats that they have."""
+
+GROUPED_ROWS = 256
+"""Rows of a matrix are padded to a multiple of this for the grouped products."""
 
 
 @dataclass(frozen=True)
@@ -107,11 +120,14 @@ class Rounding:
         floors_scales: NVFP4 block scales do not go below the smallest E4M3 number, and tokens are
             divided by their scales; else blocks far below their token vanish, and tokens are
             multiplied by reciprocals. No other format has the choice.
+        power_of_two_scales: second inputs in fp8_block have the scale that is the power of two
+            next above amax / 448; else amax / 448 itself. No other format has the choice.
     """
 
     weighs_in_combine: bool = False
     rounds_gate_up: bool = True
     floors_scales: bool = True
+    power_of_two_scales: bool = False
 
 
 @dataclass(frozen=True, repr=False)
@@ -163,6 +179,8 @@ ACTIVATION_FORMATS: Mapping[str, ActivationFormat] = MappingProxyType(
 )
 """Every activation format by name."""
 
+_FLASHINFER = Rounding(rounds_gate_up=False, power_of_two_scales=True)
+
 _RECIPES = (
     Recipe("mxfp4", MXFP4, _MXFP8_ACTIVATIONS, ("swiglu", "situ"), ("mxfp8",)),
     Recipe("mxfp8", MXFP8, _MXFP8_ACTIVATIONS, ("swiglu", "situ"), ("mxfp8",)),
@@ -175,6 +193,8 @@ _RECIPES = (
     ),
     Recipe("bf16", BF16, _BF16_ACTIVATIONS, shared_formats=("bf16",)),
     Recipe("fp8_block", FP8_BLOCK, _FP8_ACTIVATIONS, rounding=Rounding(rounds_gate_up=False)),
+    Recipe("mxfp4_block", MXFP4, _FP8_ACTIVATIONS, rounding=_FLASHINFER),
+    Recipe("nvfp4_block", NVFP4, _FP8_ACTIVATIONS, rounding=_FLASHINFER),
 )
 
 RECIPES: Mapping[str, Recipe] = MappingProxyType({recipe.name: recipe for recipe in _RECIPES})

@@ -22,7 +22,7 @@ ACTIVATIONS = {
 }
 """Both activations with each of their parameters at work."""
 
-FORMATS = tuple(mm.WEIGHT_FORMATS)
+FORMATS = tuple(mm.RECIPES)
 FUSING = tuple(name for name in FORMATS if mm.RECIPES[name].shared_formats)
 
 
@@ -75,7 +75,7 @@ def weights(cfg: mm.MoEConfig, *, gain: float = 4.0, biased: bool = False) -> mm
     kwargs: dict[str, Any] = {}
     if cfg.shared_format is not None:
         kwargs["shared"] = parts.get("shared")
-    if cfg.weight_format is mm.NVFP4:
+    if cfg.recipe.activations.has_global_scale:
         scales = rng.uniform(0.25, 1.0, cfg.logical_experts)
         kwargs["w2_input_scale"] = jnp.asarray(scales, jnp.float32)
     if biased:

@@ -17,7 +17,7 @@ from golden_launches import LAUNCHES, read
 from golden_replay import config_of
 
 import jax_megamoe as mm
-from jax_megamoe.plan import SOURCES, check_sizes
+from jax_megamoe.plan import check_sizes, families
 from jax_megamoe.runtime.devices import KNOWN_DEVICES
 
 ROOT = Path(__file__).parents[1]
@@ -39,6 +39,9 @@ RUN_ON_H200 = {
     "clamped swiglu": "expert_parallel_h200_x2.json",
 }
 """The result in which fp8_block with this activation was compared on the GPU."""
+
+XLA_ON_H200 = set(mm.WEIGHT_FORMATS)
+"""Recipes that `xla` was run with on an H200: the default one of every weight format."""
 
 STORED = {"uint8": "E2M1", "float8_e4m3fn": "E4M3", "bfloat16": "bfloat16"}
 SCALED = {
@@ -99,9 +102,16 @@ def golden_records() -> Counter[tuple[Cell, str]]:
     return found
 
 
+def hopper_source(recipe: mm.Recipe) -> str | None:
+    """The source of a recipe whose kernels are all for Hopper; None for the other recipes."""
+    found = families.of_recipe(recipe)
+    on_hopper = {family.architecture for family in found} == {"sm90"}
+    return found[0].source if on_hopper else None
+
+
 def status(cell: Cell, source: str, records: Counter[tuple[Cell, str]]) -> str:
     """What is known of a cell with a source's kernel."""
-    sm90 = cell.form == "fp8_block"
+    sm90 = hopper_source(mm.RECIPES[cell.form]) is not None
     config = mm.MoEConfig(
         **SIZES,
         weight_format=cell.form,
@@ -115,7 +125,7 @@ def status(cell: Cell, source: str, records: Counter[tuple[Cell, str]]) -> str:
         return f"refused: {error}"
     number = records[cell, source]
     checked = f"launch checked ({number} records)" if number else "not run, no record"
-    if sm90 and cell.activation in RUN_ON_H200:
+    if cell.form == "fp8_block" and cell.activation in RUN_ON_H200:
         return f"run on H200; {checked}"
     return checked
 
@@ -123,7 +133,10 @@ def status(cell: Cell, source: str, records: Counter[tuple[Cell, str]]) -> str:
 def table() -> dict[Cell, dict[str, str]]:
     """The status of every cell with every source."""
     records = golden_records()
-    return {cell: {source: status(cell, source, records) for source in SOURCES} for cell in cells()}
+    return {
+        cell: {source: status(cell, source, records) for source in families.sources()}
+        for cell in cells()
+    }
 
 
 def page(statuses: dict[Cell, dict[str, str]]) -> str:
@@ -142,12 +155,12 @@ def page(statuses: dict[Cell, dict[str, str]]) -> str:
         "- *refused*: what `check_supported` says, for "
         f"`{json.dumps(SIZES)}` on {NUM_RANKS} ranks of B200 (fp8_block: H200).",
         "",
-        f"| format | activation | shared expert | {' | '.join(SOURCES)} |",
-        "|---" * (3 + len(SOURCES)) + "|",
+        f"| format | activation | shared expert | {' | '.join(families.sources())} |",
+        "|---" * (3 + len(families.sources())) + "|",
     ]
     for cell, by_source in statuses.items():
         shared = cell.shared or "none"
-        said = " | ".join(by_source[source] for source in SOURCES)
+        said = " | ".join(by_source[source] for source in families.sources())
         lines.append(f"| {cell.form} | {cell.activation} | {shared} | {said} |")
     return "\n".join([*lines, ""])
 
@@ -159,16 +172,16 @@ def summary(statuses: dict[Cell, dict[str, str]]) -> str:
         "kernels | on Blackwell, vllm's kernels |",
         "|---|---|---|---|---|---|",
     ]
-    for form in mm.WEIGHT_FORMATS.values():
+    for form in mm.RECIPES.values():
         own = {cell: by_source for cell, by_source in statuses.items() if cell.form == form.name}
-        if form.name == "fp8_block":
-            columns = [_summary(own, "sgl"), "no kernel", "no kernel"]
+        portable = "tested on CPU, run on H200" if form.name in XLA_ON_H200 else "tested on CPU"
+        source = hopper_source(form)
+        if source is not None:
+            columns = [_summary(own, source), "no kernel", "no kernel"]
         else:
-            columns = ["no kernel", *(_summary(own, source) for source in SOURCES)]
-        weights = STORED[form.weight.storage] + SCALED[form.weight.scale]
-        lines.append(
-            f"| `{form.name}` | {weights} | tested on CPU, run on H200 | {' | '.join(columns)} |"
-        )
+            columns = ["no kernel", *(_summary(own, each) for each in ("sgl", "vllm"))]
+        weights = STORED[form.weights.weight.storage] + SCALED[form.weights.weight.scale]
+        lines.append(f"| `{form.name}` | {weights} | {portable} | {' | '.join(columns)} |")
     return "\n".join(lines)
 
 

@@ -1,11 +1,14 @@
 """Eight CPU devices, strict promotion, and a count of the golden records compared."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import golden_records
 import jax
 import numpy as np
 import pytest
+import recording
+from emulation import Emulation, emulate
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -16,6 +19,24 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """A generator seeded by the test's name."""
     return np.random.default_rng(list(request.node.name.encode()))
+
+
+@pytest.fixture
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[recording.RecordingDriver]:
+    """The recording driver, with nothing recorded yet; launches on the CPU platform reach it."""
+    recorder = recording.start(tmp_path_factory.getbasetemp())
+    recorder.clear()
+    yield recorder
+    recorder.clear()
+
+
+@pytest.fixture
+def emulation(
+    driver: recording.RecordingDriver, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Emulation]:
+    """Every CPU device stands for a B200, until `device` is set to another."""
+    with emulate(driver, monkeypatch) as emulated:
+        yield emulated
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -4,6 +4,7 @@ Nothing between `mega_moe` and the driver is replaced but what needs a GPU machi
 kind, the kernel source and compiler, and the memory of symmetric buffers.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import logging
@@ -19,7 +20,7 @@ from recording import SYM_BUFFER_BYTES, RecordingDriver, fake_cubin, provider
 
 import jax_megamoe as mm
 from jax_megamoe import compile, symmetric_memory
-from jax_megamoe.launch import deep_gemm
+from jax_megamoe.launch import deep_gemm, runnable
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.kernel import KernelSpec
 from jax_megamoe.runtime import extension
@@ -85,12 +86,13 @@ class Memory:
         num_bytes: int,
         groups: Sequence[Sequence[jax.Device]],
         *,
-        prepare: Callable[[], object] = lambda: None,
+        prepare: Callable[[], object] | None = None,
         **_: Any,
     ) -> None:
         """Names a buffer on each device; again with the same key, nothing."""
         if key not in self.allocated:
-            prepare()
+            if prepare is not None:
+                prepare()
         self.num_bytes = num_bytes
         ids = [[device.id for device in group] for group in groups]
         assert self.allocated.setdefault(key, ids) == ids, f"{key} on other devices"
@@ -177,13 +179,16 @@ class Emulation:
         return by_device
 
 
-@pytest.fixture
-def emulation(driver: RecordingDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulation]:
-    """Every CPU device stands for a B200, until `device` is set to another."""
+@contextlib.contextmanager
+def emulate(driver: RecordingDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulation]:
+    """Every CPU device stands for a B200, until `device` is set to another; what the fixture
+    `emulation` gives."""
     memory = Memory()
     emulated = Emulation(driver, memory)
-    monkeypatch.setattr(deep_gemm, "device_spec", emulated.device_spec)
+    for module in (deep_gemm, runnable):
+        monkeypatch.setattr(module, "spec_of", emulated.device_spec)
     monkeypatch.setattr(compile, "find_source", lambda name: None)
+    monkeypatch.setattr(compile, "has_source", lambda name: True)
     monkeypatch.setattr(compile, "build", emulated.build)
     monkeypatch.setattr(symmetric_memory, "allocate", memory.allocate)
     monkeypatch.setattr(symmetric_memory, "keys", memory.keys)

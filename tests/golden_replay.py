@@ -11,16 +11,16 @@ import jax
 import numpy as np
 from emulation import Emulation, base_of, kernel_of, sym_buffer, u64
 from golden_launches import Record, read
+from golden_plans import RECORDED_NAMES, device_of
+from golden_plans import record as planned
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_megamoe as mm
-from jax_megamoe import plan
 from jax_megamoe.launch import deep_gemm, launcher
 from jax_megamoe.plan import check_sizes
 from jax_megamoe.plan.kernel import KernelSpec
 from jax_megamoe.plan.launch import KernelLaunch
-from jax_megamoe.plan.recording import RECORDED_NAMES, device_of
 from jax_megamoe.weights.params import parameter_shapes
 
 MAX_TOKEN_BYTES = 20 << 20
@@ -121,8 +121,8 @@ def _knows_bound(record: Record) -> bool:
     inputs = record["inputs"]
     if inputs["kernel"] != "sm90_fp8_mega_moe":
         return True
-    bounded = plan.record(inputs | {"num_tokens_bound": inputs["num_tokens"]})
-    return bounded["launches"] == plan.record(inputs)["launches"]
+    bounded = planned(inputs | {"num_tokens_bound": inputs["num_tokens"]})
+    return bounded["launches"] == planned(inputs)["launches"]
 
 
 def zeros(mesh: Mesh, shape: tuple[int, ...], dtype: Any, spec: P) -> jax.Array:

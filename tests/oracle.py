@@ -13,6 +13,10 @@ from jax_megamoe.weights.params import ExpertWeights
 F32 = np.float32
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], F32)
 GROUP = {"mxfp8": 32, "mxfp4": 32, "nvfp4": 16}
+PACKED = ("mxfp4_block", "nvfp4_block")
+"""Recipes whose codes and scales are in one array."""
+SIGN_NIBBLE = (1, 3, 5, 7, 0, 2, 4, 6)
+"""Where FlashInfer's kernels look for the sign of each of eight codes."""
 
 
 def moe(
@@ -34,7 +38,7 @@ def moe(
         cfg: the layer.
         rounds: False for exact arithmetic on the stored weights.
     """
-    form = cfg.weight_format.name
+    form = cfg.recipe.name
     # sgl's NVFP4 kernel, whose row order it is, weighs before it quantises and has no floors.
     early_nvfp4 = weights.layout == "sgl_fp4"
     matrices, every_bias = experts(weights, form), biases(weights)
@@ -66,7 +70,7 @@ def _expert(row, weight, mlp, bias, cfg, form, a_scale, rounds):
     x = quantise(row, form) if rounds else row
     gate = (x @ gate_w.T + bias[0]).astype(F32)
     up = (x @ up_w.T + bias[1]).astype(F32)
-    sm100 = form != "fp8_block"
+    sm100 = "block" not in form
     if rounds and sm100:
         gate, up = bf16(gate), bf16(up)
     # The scale of second inputs goes into the same factor in sgl's NVFP4 kernel.
@@ -109,7 +113,7 @@ def quantise(x: np.ndarray, form: str) -> np.ndarray:
         scale = e4m3(np.abs(blocks).max(1, keepdims=True) / (F32(6) * token))
         codes = e2m1(blocks * _inverse(scale, token))
         return (codes.astype(np.float64) * scale).reshape(-1) * token
-    if form == "fp8_block":
+    if "block" in form:
         blocks = x.reshape(-1, 128)
         scale = np.maximum(np.abs(blocks).max(1, keepdims=True), F32(1e-10)) / F32(448)
         return (e4m3(blocks * (F32(1) / scale)).astype(np.float64) * scale).reshape(-1)
@@ -129,6 +133,12 @@ def requantise(hidden: np.ndarray, form: str, a_scale: np.floating) -> np.ndarra
         scale = e4m3(np.abs(blocks).max(1, keepdims=True) * F32(1 / 6))
         codes = e2m1(blocks * _inverse(scale, F32(1)))
         return (codes.astype(np.float64) * scale).reshape(-1) * a_scale
+    if form in PACKED:
+        # FlashInfer's kernels: a power of two next above, no floor.
+        blocks = hidden.reshape(-1, 128)
+        largest = np.abs(blocks).max(1, keepdims=True).astype(np.float64)
+        scale = np.exp2(np.ceil(np.log2(np.where(largest > 0, largest, 1) / 448)))
+        return (e4m3((blocks / scale).astype(F32)).astype(np.float64) * scale).reshape(-1)
     if form == "fp8_block":
         blocks = hidden.reshape(-1, 128)
         largest = np.maximum(np.abs(blocks).max(1, keepdims=True), F32(1e-10))
@@ -174,7 +184,7 @@ def e2m1(x: np.ndarray) -> np.ndarray:
 
 def row_of(r: int, half: int, layout: str) -> int:
     """Where row r of gate (half 0) or up (half 1) stands in w13."""
-    if layout == "interleave8":
+    if layout != "sgl_fp4":
         return r // 8 * 16 + 8 * half + r % 8
     return r // 16 * 32 + 16 * (r % 2) + 8 * half + r % 16 // 2
 
@@ -204,6 +214,28 @@ def matrix(weight, scale, form: str, rows: list[int], global_scale=None) -> np.n
     return decoded if global_scale is None else decoded * F32(global_scale)
 
 
+def packed(stored: np.ndarray, form: str, rows: list[int], factor: np.floating) -> np.ndarray:
+    """Rows of a matrix as FlashInfer's kernel decodes them, float32 [len(rows), K]."""
+    if form == "mxfp4_block":
+        down, across, _ = stored.shape
+        # [N, K / 128] rows of a tile: 4 x 16 bytes of codes, 4 scales.
+        octets = stored[..., :8192].reshape(down, across, 4, 128, 16)
+        octets = np.moveaxis(octets, 3, 1).reshape(down * 128, across, 64)
+        scales = np.moveaxis(stored[..., 8192:].reshape(down, across, 128, 4), 2, 1)
+        factors = np.exp2(scales.reshape(down * 128, across * 4).astype(F32) - 127)
+    else:
+        parts = stored.reshape(len(stored), -1, 80)
+        octets, scales = parts[..., :64], np.ascontiguousarray(parts[..., 64:72])
+        factors = scales.view(ml_dtypes.float8_e4m3fn).astype(F32).reshape(len(stored), -1)
+    nibbles = np.stack([octets & 15, octets >> 4], -1).reshape(len(octets), -1, 8)
+    signs = np.where(nibbles[..., list(SIGN_NIBBLE)] & 8, F32(-1), F32(1))
+    values = (E2M1[nibbles & 7] * signs).reshape(len(octets), -1)
+    products = values * np.repeat(factors, values.shape[1] // factors.shape[1], axis=1)
+    # E4M3 without saturation: nothing in range may overflow.
+    decoded = products.astype(ml_dtypes.float8_e4m3fn).astype(F32)
+    return decoded[rows] * F32(factor)
+
+
 def _fp8_block(weight, scale, rows: list[int], first_scale_row: int) -> np.ndarray:
     values = np.asarray(weight).astype(F32)[rows]
     grid = np.asarray(scale)[first_scale_row : first_scale_row + len(rows) // 128]
@@ -211,7 +243,8 @@ def _fp8_block(weight, scale, rows: list[int], first_scale_row: int) -> np.ndarr
 
 
 def _rows(weight, layout: str) -> list[list[int]]:
-    inter = weight.shape[-2] // 2
+    rows = 128 * weight.shape[-3] if weight.shape[-1] == 8704 else weight.shape[-2]
+    inter = rows // 2
     return [[row_of(r, half, layout) for r in range(inter)] for half in (0, 1)]
 
 
@@ -231,19 +264,23 @@ def experts(w: ExpertWeights, form: str) -> list[np.ndarray]:
     """gate [E, I, H], up [E, I, H], down [E, H, I]."""
     arrays = _untiled(w)
     gates = _rows(arrays["w13_weight"], w.layout)
-    down_rows = list(range(w.w2_weight.shape[1]))
+    down_rows = list(range(w.w2_weight.shape[1] * (128 if form == "mxfp4_block" else 1)))
     parts: list[list[np.ndarray]] = [[], [], []]
     for e in range(w.w13_weight.shape[0]):
         one = {name: array[e] for name, array in arrays.items()}
         w13, s13 = one["w13_weight"], one.get("w13_weight_scale")
         w2, s2 = one["w2_weight"], one.get("w2_weight_scale")
         for half in (0, 1):
-            if form == "fp8_block":
+            if form in PACKED:
+                part = packed(w13, form, gates[half], one["w13_weight_scale_2"])
+            elif form == "fp8_block":
                 part = _fp8_block(w13, s13, gates[half], half * len(gates[0]) // 128)
             else:
                 part = matrix(w13, s13, form, gates[half], one.get("w13_weight_scale_2"))
             parts[half].append(part)
-        if form == "fp8_block":
+        if form in PACKED:
+            parts[2].append(packed(w2, form, down_rows, one["w2_weight_scale_2"]))
+        elif form == "fp8_block":
             parts[2].append(_fp8_block(w2, s2, down_rows, 0))
         else:
             parts[2].append(matrix(w2, s2, form, down_rows, one.get("w2_weight_scale_2")))

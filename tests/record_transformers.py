@@ -2,9 +2,10 @@
 they give, in tests/golden/transformers/.
 
 Needs torch and transformers (``pip install '.[transformers]'``), on the CPU:
-``python tests/record_transformers.py``
+``python tests/record_transformers.py [CASE ...]``, all cases if none is named.
 """
 
+import sys
 from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import version
@@ -16,6 +17,8 @@ import torch
 import transformers_cases
 from transformers import AutoModelForCausalLM
 from transformers_cases import CASES, RECORDS, Case
+
+_BIAS = "e_score_correction_bias"
 
 
 class Output(NamedTuple):
@@ -40,18 +43,22 @@ def run(case: Case, dtype: torch.dtype) -> Output:
     config = config_of(case)
     folder, name = case.block.split(".")
     module = import_module(f"transformers.models.{folder}.modeling_{folder}")
-    has_index = folder == "deepseek_v4"
+    has_index = folder in ("deepseek_v4", "hunyuan_v1_moe")
     block = getattr(module, name)(config, *([case.layer_index] if has_index else []))
     block = block.to(dtype).eval()
     for name, buffer in block.named_buffers():
         if name.endswith("correction_bias"):
             buffer.data = buffer.float()
     block.load_state_dict(_state(case, dtype))
-    router = block.router if folder == "gpt_oss" else block.gate
+    router = block.router if folder in ("gpt_oss", "llama4") else block.gate
     seen: list[Any] = []
     router.register_forward_hook(lambda module, args, output: seen.append(output))
     y = _output(block, case, dtype)
-    _, weights, ids = seen[0]
+    if folder == "llama4":
+        # Its router gives the weight of every expert, 0 for those that were not chosen.
+        weights, ids = seen[0][0].topk(case.hf_config["num_experts_per_tok"])
+    else:
+        _, weights, ids = seen[0]
     return Output(y, ids.numpy(), weights.float().numpy())
 
 
@@ -65,8 +72,22 @@ def config_of(case: Case) -> Any:
         qwen3_moe="Qwen3MoeConfig",
         qwen3_next="Qwen3NextConfig",
         gpt_oss="GptOssConfig",
+        deepseek_v32="DeepseekV32Config",
+        glm4_moe="Glm4MoeConfig",
+        dots1="Dots1Config",
+        ernie4_5_moe="Ernie4_5_MoeConfig",
+        hunyuan_v1_moe="HunYuanMoEV1Config",
+        llama4="Llama4TextConfig",
+        minimax_m2="MiniMaxM2Config",
+        mixtral="MixtralConfig",
+        olmoe="OlmoeConfig",
+        qwen2_moe="Qwen2MoeConfig",
+        qwen3_5_moe="Qwen3_5MoeTextConfig",
+        qwen3_vl_moe="Qwen3VLMoeTextConfig",
+        qwen4_exp="Qwen4ExpTextConfig",
     )
-    keys = {key: value for key, value in case.hf_config.items() if key != "model_type"}
+    dropped = ("model_type", "scoring_func") if folder == "dots1" else ("model_type",)
+    keys = {key: value for key, value in case.hf_config.items() if key not in dropped}
     return getattr(module, classes[folder])(**keys, experts_implementation="eager")
 
 
@@ -78,10 +99,19 @@ def _state(case: Case, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     }
     for old, new in (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")):
         tensors = {name.replace(f".{old}.", f".{new}."): t for name, t in tensors.items()}
-    if "gate.bias" in tensors:
-        tensors["gate.e_score_correction_bias"] = tensors.pop("gate.bias")
+    for old, new in (
+        ("gate.bias", "gate.e_score_correction_bias"),
+        (f"moe_statics.{_BIAS}", f"gate.moe_statics.{_BIAS}"),
+    ):
+        if old in tensors:
+            tensors[new] = tensors.pop(old)
+    if case.block.startswith("qwen3_vl_moe."):
+        # transposed in the checkpoint, not in the module
+        for name in ("experts.gate_up_proj", "experts.down_proj"):
+            tensors[name] = tensors[name].transpose(1, 2)
     stacks: dict[str, list[torch.Tensor]] = {}
-    for name in [name for name in tensors if name.split(".")[1].isdecimal()]:
+    numbered = [name for name in tensors if name.startswith("experts.") and name[8].isdecimal()]
+    for name in numbered:
         stacks.setdefault(name.split(".")[2], []).append(tensors.pop(name))
     if stacks:
         pairs = zip(stacks["gate_proj"], stacks["up_proj"], strict=True)
@@ -147,7 +177,7 @@ def _output(block: torch.nn.Module, case: Case, dtype: torch.dtype) -> np.ndarra
     with torch.no_grad():
         y = block(*arguments)
     y = y[0] if isinstance(y, tuple) else y
-    return y[0].float().numpy()
+    return y.reshape(x.shape).float().numpy()
 
 
 def record(case: Case) -> None:
@@ -169,5 +199,7 @@ def record(case: Case) -> None:
 
 
 if __name__ == "__main__":
+    chosen = sys.argv[1:] or [case.name for case in CASES]
     for each in CASES:
-        record(each)
+        if each.name in chosen:
+            record(each)

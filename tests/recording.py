@@ -40,7 +40,7 @@ def parameter_bytes(cpp_type: str) -> int:
         return SYM_BUFFER_BYTES
     if re.search(r"TmaDescriptor|CUtensorMap", cpp_type):
         return 128
-    return 4
+    return 1 if cpp_type == "bool" else 4
 
 
 def fake_cubin(spec: str) -> bytes:
@@ -99,8 +99,10 @@ class RecordingDriver:
 def provider(function: Callable[[str], bytes]) -> Iterator[None]:
     """Has `function` make machine code for a while."""
     extension.module().set_cubin_provider(function)
-    yield
-    extension.module().set_cubin_provider(fake_cubin)
+    try:
+        yield
+    finally:
+        extension.module().set_cubin_provider(fake_cubin)
 
 
 @functools.cache
@@ -111,12 +113,3 @@ def start(folder: Path) -> RecordingDriver:
     extension.module().set_cubin_provider(fake_cubin)
     extension.register_cpu()
     return RecordingDriver(library)
-
-
-@pytest.fixture
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecordingDriver]:
-    """The recording driver, with nothing recorded yet; launches on the CPU platform reach it."""
-    recorder = start(tmp_path_factory.getbasetemp())
-    recorder.clear()
-    yield recorder
-    recorder.clear()

@@ -192,8 +192,8 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"weight_format": "fp16"},
         ValueError,
-        r"weight_format: expected one of \['mxfp4', 'mxfp8', 'nvfp4', 'bf16', 'fp8_block'\], got "
-        r"'fp16'",
+        r"weight_format: expected one of \['mxfp4', 'mxfp8', 'nvfp4', 'bf16', 'fp8_block', "
+        r"'mxfp4_block', 'nvfp4_block'\], got 'fp16'",
     ),
     ({"activation": 3}, TypeError, r"activation: expected an Activation or its name, got 3"),
     ({"activation": "relu"}, ValueError, r"activation: expected one of .*, got 'relu'"),
@@ -222,7 +222,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         r"shared_format of fp8_block: expected one of \[\], got 'mxfp8'",
     ),
-    ({"kernel_source": "trt"}, ValueError, r"kernel_source: expected one of \['sgl', 'vllm'\]"),
+    ({"kernel_source": 1}, TypeError, "kernel_source: expected the name of a source, or None, got"),
     ({"fast_math": 1}, TypeError, r"fast_math: expected a bool, got 1"),
 ]
 

@@ -27,6 +27,11 @@ SHOWN = {
         r"^process 1: 64 tokens, read [0-7]\.\d of the checkpoint's 12\.6 MB$",
         r"^2 processes agree .* with one of 8 devices: \(128, 256\)$",
     ],
+    "generate.py": [
+        r"^8 sequences of 16 tokens over 8 devices$",
+        r"^first:( \d+){16}$",
+        r"^the same on one device: True$",
+    ],
     "serve_layer.py": [
         r"^64 steps, compiles: 1$",
         r"^real tokens by step: 2 5 6 7 11 12 .* 2 1 0 0 0$",

@@ -38,7 +38,8 @@ def test_replaced_at_the_end(tmp_path: Path) -> None:
         assert part.startswith(".f.") and part.endswith(".part")
     assert path.read_bytes() == b"new" and names(tmp_path) == ["f"]
     assert path.stat().st_mode & 0o777 == 0o666 & ~current_umask()
-    _files.write(path, "text \u00e9")
+    _files.write(path, "text \u00e9", mode=0o600)
+    assert path.stat().st_mode & 0o777 == 0o600
     assert path.read_text(encoding="utf-8") == "text \u00e9"
 
 

@@ -3,8 +3,10 @@
 import ast
 import itertools
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -20,39 +22,46 @@ ROOMS = {
     "formats": ("_checks", ""),
     "config": ("_checks formats", ""),
     "numerics": ("_checks config formats", "elements quantization expert tokens"),
-    "weights": (
-        "_checks _files config formats mesh numerics",
-        "checkpoint.families checkpoint.fields checkpoint.patterns checkpoint.dialects "
-        "checkpoint.header checkpoint.tensors layout flashinfer_layout flashinfer_factors params "
-        "requantize checkpoint.buffers checkpoint.projection checkpoint.select experts move "
-        "checkpoint.converted checkpoint.gather checkpoint.load checkpoint.block_tensors "
-        "checkpoint.convert checkpoint",
-    ),
-    "routing": ("_checks config mesh numerics weights", "router replicas rebalance stats"),
     "plan": (
         "_checks config formats",
-        "device kernel operand arithmetic problem tensor_map family heuristics sm90_heuristics "
-        "symmetric_buffer limits launch families.flashinfer_heuristics families.flashinfer_buffer "
-        "families.flashinfer_limits families.flashinfer_launch families expert_maps sgl_staging "
-        "sm100 sgl_sm90 staging sgl_sm100 vllm_sm100 vllm_nvfp4 planner recording",
+        "refusal device kernel operand arithmetic problem tensor_map sm100_traits heuristics "
+        "sm90_heuristics symmetric_buffer limits launch sgl_staging staging kernel_family "
+        "expert_maps sm100 sm100_family families.sgl_sm100 families.sgl_sm100_mx "
+        "families.sgl_sm100_nvfp4 families.sgl_sm100_bf16 families.sgl_sm90_fp8_block "
+        "families.vllm_sm100 families.vllm_sm100_mx families.vllm_sm100_nvfp4 "
+        "families.vllm_sm100_bf16 families.flashinfer_heuristics families.flashinfer_buffer "
+        "families.flashinfer_limits families.flashinfer_launch families.flashinfer_sm90 "
+        "families.flashinfer_sm90_mxfp4_block families.flashinfer_sm90_nvfp4_block families "
+        "choice grouped.product grouped.humming_memory grouped.humming_instruction "
+        "grouped.humming_unit grouped.humming grouped.tiles grouped.layer grouped planner",
     ),
+    "weights": (
+        "_checks _files config formats mesh numerics plan",
+        "checkpoint.families checkpoint.fields checkpoint.patterns checkpoint.dialects "
+        "checkpoint.header checkpoint.tensors layout flashinfer_layout flashinfer_factors packed "
+        "grouped params regroup requantize checkpoint.buffers checkpoint.projection "
+        "checkpoint.select experts relayout move checkpoint.converted checkpoint.gather "
+        "checkpoint.load checkpoint.block_tensors checkpoint.convert checkpoint",
+    ),
+    "routing": ("_checks config mesh numerics weights", "router replicas rebalance stats"),
     "compile": (
-        "_checks plan",
-        "errors cubin cache pins toolkit fetch sources names codegen compiler builder",
+        "_checks _files plan",
+        "errors cubin cache pins toolkit fetch sources names deadline codegen compiler builder",
     ),
     "runtime": ("_checks compile plan", "devices extension"),
     "symmetric_memory": ("_checks compile mesh runtime", "processes cuda peer"),
     "launch": (
-        "_checks compile config mesh numerics plan routing runtime symmetric_memory weights",
-        "launcher facts deep_gemm",
+        "_checks compile config formats mesh numerics plan routing runtime symmetric_memory "
+        "weights",
+        "launcher facts factors runnable deep_gemm grouped",
     ),
     "op": (
-        "_checks compile config formats launch mesh numerics routing symmetric_memory weights",
-        "staged_tokens reference xla exporting transforms mega_moe",
+        "_checks config formats launch mesh numerics plan routing symmetric_memory weights",
+        "staged_tokens reference exchange xla grouped exporting transforms mega_moe",
     ),
     "nn": (
-        "_checks config formats launch mesh numerics op routing weights",
-        "variables hf_config storage shared_expert router_layer layer block",
+        "_checks config formats launch mesh numerics op plan routing weights",
+        "variables hf_config storage weighed_input shared_expert router_layer layer block",
     ),
     "cli": (
         "_checks _files compile config formats launch nn op plan runtime weights",
@@ -278,3 +287,18 @@ def test_a_device_query_would_be_noticed(tmp_path: Path) -> None:
     code = "import jax; jax.devices()"
     with pytest.raises(AssertionError, match="no_such_platform"):
         fresh_python(code, tmp_path, JAX_PLATFORMS="no_such_platform")
+
+
+def test_helper_modules_of_tests_have_one_import_path() -> None:
+    """By name alone (`pythonpath` in pyproject.toml), so each is loaded once and has one state."""
+    tests = Path(__file__).parent
+    texts = {path: path.read_text() for path in tests.rglob("*.py")}
+    dotted = [
+        str(path) for path, text in texts.items() if re.search(r"^\s*from tests\b", text, re.M)
+    ]
+    assert not dotted
+    settings = tomllib.loads((tests.parent / "pyproject.toml").read_text())
+    folders = settings["tool"]["pytest"]["ini_options"]["pythonpath"]
+    names = [path.stem for folder in folders for path in (tests.parent / folder).glob("*.py")]
+    names = [name for name in names if name != "conftest" and not name.startswith("test_")]
+    assert len(names) == len(set(names)), [name for name in names if names.count(name) > 1]

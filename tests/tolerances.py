@@ -26,6 +26,9 @@ AGREEMENT = {
     "mxfp8": Agreement(norm=5e-4, token=6e-3),
     "mxfp4": Agreement(norm=5e-4, token=6e-3),
     "fp8_block": Agreement(norm=5e-4, token=6e-3),
+    "mxfp4_block": Agreement(norm=5e-4, token=6e-3),
+    # As fp8_block; but `xla` scales the sum where `reference` scales the weights.
+    "nvfp4_block": Agreement(norm=1e-3, token=8e-3),
     # An E2M1 step is up to 1/2; and `xla` scales the sum where `reference` scales the weights,
     # which rounds twice more.
     "nvfp4": Agreement(norm=2e-3, token=2.5e-2),
@@ -40,8 +43,31 @@ KERNEL_AGREEMENT = {
     # (template argument kReuseAccumAsFinal): 1.0 to 1.6 %, and up to 0.4 % less gain.
     "fp8_block, tiles of 64": Agreement(norm=1e-2, token=2.5e-2),
     "fp8_block": Agreement(norm=2.5e-2, token=5e-2),
+    # FlashInfer's end such a sum after 128 of K in tiles of every height.
+    "mxfp4_block": Agreement(norm=1e-2, token=2.5e-2),
+    "nvfp4_block": Agreement(norm=1e-2, token=2.5e-2),
 }
-"""A kernel on its GPU against `reference`."""
+"""A kernel on its GPU against `reference`, by recipe and, where that matters, tile height."""
+
+
+def kernel_agreement(recipe: str, block_m: int) -> Agreement:
+    """How far a kernel's output in tiles of `block_m` rows may be from `reference`."""
+    tiled = f"{recipe}, tiles of {block_m}"
+    return KERNEL_AGREEMENT[tiled if tiled in KERNEL_AGREEMENT else recipe]
+
+
+EMULATED = {
+    # The emulator adds products almost exactly and rounds approximations correctly: what is left is
+    # where its sums are rounded, 16 to 64 of K at a time.
+    "bf16": Agreement(norm=1e-3, token=3e-3),
+    "mxfp8": Agreement(norm=1e-3, token=6e-3),
+    "mxfp4": Agreement(norm=1e-3, token=6e-3),
+    "nvfp4": Agreement(norm=2e-3, token=2.5e-2),
+}
+"""A kernel executed by the emulator (tests/emulator) against `reference`."""
+
+EMULATED_SGL_NVFP4 = Agreement(norm=0.12, token=0.3)
+"""sgl's NVFP4 kernel rounds the hidden value after the top-k weight, `reference` before it."""
 
 
 class Accuracy(NamedTuple):
@@ -72,6 +98,9 @@ ACCURACY = {
     # As mxfp8, and E2M1 weights under a power of two (rms 0.115) in three matrices: 0.2. Such a
     # cast alone has gain 0.990 on normal values (nearest of few values pulls in): 0.990^3.
     "mxfp4": Accuracy((0.043, 0.051), (0.18, 0.22), layer_gain=0.970),
+    "mxfp4_block": Accuracy((0.043, 0.051), (0.18, 0.22), layer_gain=0.970),
+    # As mxfp8 with weights as of nvfp4, rounded to E4M3 once more.
+    "nvfp4_block": Accuracy((0.043, 0.051), (0.15, 0.19), layer_gain=0.9866),
     # E2M1 under an E4M3 scale has rms 0.095 and gain 0.9955: the largest of a block saturates where
     # its scale rounds down. Three such casts are activations, three more weights.
     "nvfp4": Accuracy((0.15, 0.18), (0.21, 0.25), gain=0.9866, layer_gain=0.973),
@@ -101,6 +130,8 @@ GRADIENTS = {
     "mxfp8": Gradient(0.055, 0.05),
     "mxfp4": Gradient(0.055, 0.05),
     "fp8_block": Gradient(0.055, 0.05),
+    "mxfp4_block": Gradient(0.055, 0.05),
+    "nvfp4_block": Gradient(0.055, 0.05),
     # The top-k weights' includes the second cast, x's only the first.
     "nvfp4": Gradient(0.14, 0.22),
 }
@@ -112,6 +143,8 @@ GRADIENT_AGREEMENT = {
     "mxfp8": Gradient(5e-4, 5e-4),
     "mxfp4": Gradient(5e-4, 5e-4),
     "fp8_block": Gradient(5e-4, 5e-4),
+    "mxfp4_block": Gradient(5e-4, 5e-4),
+    "nvfp4_block": Gradient(1e-3, 1e-3),
     # `xla` rounds the cotangent of each expert's output to BF16 after the top-k weight: 2^-9.
     "nvfp4": Gradient(5e-3, 2e-3),
 }
@@ -134,3 +167,7 @@ class Printed(NamedTuple):
 NOTEBOOKS = Printed(rtol=2e-2, atol=2e-2)
 """Numbers that a notebook prints against those in the file: errors in % with two decimals, which
 vary as much where another machine sums in another order (see `AGREEMENT`), and counts."""
+
+LOGITS = 0.02
+"""Relative error of a two-layer decoder's logits in bfloat16 against transformers': both round
+every sum of attention and experts to bfloat16, in another order."""

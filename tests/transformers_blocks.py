@@ -106,13 +106,15 @@ Small layers of each family ({versions}; 24 tokens, 16 experts, 4 a token) with 
 transformers' block in float32 against `MegaMoEBlock`, made by `from_config` and loaded by `load`
 from the family's tensor names, both on the CPU. Numbers are the relative error of the whole output
 in the Euclidean norm. The column before the formats is transformers' own block in bfloat16 against
-itself in float32: what rounding to bfloat16 costs there.
+itself in float32: what rounding to bfloat16 costs there. Llama 4 has one expert a token, and its
+weight multiplies the expert's input.
 
 {table}
 
 Kimi-K2's model code is DeepSeek-V3's: transformers runs it as that, and so is it checked, with its
-own config. DeepSeek-V4's layers with a table choose experts by token id. GPT-OSS's sizes here (192
-and 160) are no multiples of 128, as those of the models (2880).
+own config. The blocks of Qwen3.5-MoE, Qwen3-VL-MoE, Qwen4-Exp and Llama 4 are their text models'.
+DeepSeek-V4's layers with a table choose experts by token id. GPT-OSS's sizes here (192 and 160) are
+no multiples of 128, as those of the models (2880).
 
 Written by `PYTHONPATH=. python tests/transformers_blocks.py` from the records in
 `tests/golden/transformers/`, which `tests/record_transformers.py` makes (`pip install

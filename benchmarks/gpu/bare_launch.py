@@ -34,6 +34,11 @@ from jax_megamoe.config import MoEConfig
 from jax_megamoe.weights.params import ExpertWeights
 
 RECORDS = Path(__file__).with_name("sm90_launches.jsonl")
+FLASHINFER_RECORDS = Path(__file__).with_name("flashinfer_launches.jsonl")
+"""What FlashInfer's own host code plans for the same calls with MXFP4 weights, on buffers that its
+own layout.cuh lays out; the staging before it is sgl's, into those buffers."""
+HEADERS = {"<package>/deep_gemm/include": "sgl", "<flashinfer>": "flashinfer"}
+"""Kernel sources by what recorded flags call their headers."""
 SYM_BUFFER_WORDS = 74
 PROGRAMMATIC_SERIALIZATION = 6
 REPEATS_IN_GRAPH = 64
@@ -72,8 +77,7 @@ def read_records(path: Path = RECORDS) -> dict[str, Recorded]:
 class Compiler:
     """nvcc with the recorded flags; what it made is kept in a folder."""
 
-    def __init__(self, include_dir: Path, folder: Path | None = None) -> None:
-        self._include_dir = include_dir
+    def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder or Path(tempfile.gettempdir(), "bare_launch")
         self._folder.mkdir(parents=True, exist_ok=True)
 
@@ -90,8 +94,10 @@ class Compiler:
         cubin = stem.with_suffix(".cubin")
         if not cubin.exists():
             stem.with_suffix(".cu").write_text(source)
-            recorded = "<package>/deep_gemm/include"
-            flags = [str(self._include_dir) if f == recorded else f for f in launch["nvcc_flags"]]
+            flags = [
+                str(find_source(HEADERS[flag]).include_dir) if flag in HEADERS else flag
+                for flag in launch["nvcc_flags"]
+            ]
             command = ["nvcc", stem.with_suffix(".cu"), "--output-file", cubin, *flags]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
@@ -102,8 +108,8 @@ class Compiler:
     def _source(launch: Json) -> str:
         arguments = ", ".join(launch["template_args"])
         return (
-            f"#include <{launch['include']}>\n"
-            "using namespace deep_gemm;\n"
+            f"{launch.get('prelude', '')}#include <{launch['include']}>\n"
+            f"using namespace {launch.get('namespace', 'deep_gemm')};\n"
             f"static auto* const kernel = &{launch['entry']}<{arguments}>;\n"
             "void* instantiate() { return reinterpret_cast<void*>(kernel); }\n"
         )
@@ -267,7 +273,7 @@ def main() -> None:
     quick = parser.parse_args().quick
     faulthandler.dump_traceback_later(300, exit=True)
     records = read_records()
-    compiler = Compiler(find_source("sgl").include_dir)
+    compiler = Compiler()
     start = time.perf_counter()
     compiler.compile_all(part for each in records.values() for part in (each.staging, each.mega))
     print(f"compiled in {time.perf_counter() - start:.1f} s", flush=True)

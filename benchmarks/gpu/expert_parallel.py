@@ -1,11 +1,12 @@
-"""fp8_block over the GPUs of a host: time of a call against tokens per rank.
+"""A layer over the GPUs of a host: time of a call against tokens per rank.
 
     PYTHONPATH=.:benchmarks/gpu python benchmarks/gpu/expert_parallel.py [--quick] [--ranks N]
 
 One process, a rank on each GPU. The layer is timed inside a scan over layers that differ in their
 routing, by the host's clock, median of several scans. Beside it the unfused ways in the same run:
 `xla` on the same parameters (XLA's all-to-all and grouped matmuls) and, in bfloat16, all_to_all
-with ragged_dot. Results go to $OUT after every row; what does not fit --seconds is left out.
+with ragged_dot. The layer is fp8_block, or --recipe mxfp4_block. Results go to $OUT after every
+row; what does not fit --seconds is left out.
 
 To try the script itself: JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=2 and --small.
 """
@@ -72,12 +73,13 @@ NOTES = (
 class Report:
     """The result, printed and written piece by piece to $OUT/expert_parallel.json and .md."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, recipe: str) -> None:
         self.result: Json = {
             "command": " ".join(sys.argv),
             "jax": jax.__version__,
             "device": mesh.devices[0].device_kind,
             "ranks": mesh.size,
+            "recipe": recipe,
         }
         self._folder = Path(os.environ.get("OUT") or tempfile.mkdtemp(prefix="expert_parallel_"))
 
@@ -117,7 +119,7 @@ def markdown(result: Json) -> str:
         "# Expert parallelism over the GPUs of a host",
         "",
         f"`{result['command']}`: {result['ranks']} x {result['device']}, jax {result['jax']}, "
-        "fp8_block, one process.",
+        f"{result['recipe']}, one process.",
         *(f"\n{note}" for note in NOTES),
         "",
         *(f"- {name}: {value:.4g}" for name, value in result.get("ceilings", {}).items()),
@@ -242,18 +244,19 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=200, help="begin nothing after this")
     parser.add_argument("--quick", action="store_true", help="two token counts, no bf16")
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
+    parser.add_argument("--recipe", default="fp8_block")
     options = parser.parse_args()
     faulthandler.dump_traceback_later(options.seconds + 60, exit=True)
     found = {} if options.small else ceilings()
     devices = jax.devices()[: options.ranks or None]
     mesh = Mesh(np.array(devices), (AXIS,))
-    report = Report(mesh)
+    report = Report(mesh, options.recipe)
     tokens = TOKENS[:2] if options.quick else TOKENS
     if options.small:
         tokens = tuple(count for count in tokens if count <= FEW_TOKENS)
     config = partial(
         mm.MoEConfig,
-        weight_format="fp8_block",
+        weight_format=options.recipe,
         activation=mm.Activation("swiglu", clamp=10.0),
         max_num_tokens=max(tokens),
     )

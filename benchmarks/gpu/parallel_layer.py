@@ -43,7 +43,7 @@ class Layer:
         return jax.block_until_ready(jax.jit(make)(jax.random.key(0)))
 
     def parameters(self) -> mm.ExpertWeights:
-        """Random fp8_block parameters."""
+        """Random parameters."""
         part = replace(self.config, num_experts=self.local_experts)
         return self.drawn(partial(random_experts, part))
 
@@ -113,11 +113,18 @@ def link_rates(mesh: Mesh, num_bytes: int) -> Json:
     }
 
 
+def expert_bytes(config: mm.MoEConfig) -> float:
+    """Bytes of an expert's parameters as stored."""
+    made = jax.eval_shape(partial(random_experts, config), jax.random.key(0))
+    return made.num_bytes / config.num_experts
+
+
 def work(layer: Layer, ids: Array) -> Json:
     """What a call of the busiest rank moves and computes, in the mean over routings.
 
-    A token is fetched once for each of its slots on another rank, in E4M3 with float32 scales, and
-    comes back in bfloat16; these are the bytes that enter a rank from others.
+    Weights are counted as they are stored, with their scales. A token is fetched once for each of
+    its slots on another rank, in E4M3 with float32 scales, and comes back in bfloat16; these are
+    the bytes that enter a rank from others.
     """
     hidden, all_ranks = layer.config.hidden_size, range(layer.num_ranks)
     matrices = 3 * hidden * layer.config.intermediate_size
@@ -138,7 +145,7 @@ def work(layer: Layer, ids: Array) -> Json:
             )
         )
     return {
-        "weight_bytes": float(np.mean(weights)) * (matrices + 4 * matrices // 128**2),
+        "weight_bytes": float(np.mean(weights)) * expert_bytes(layer.config),
         "flops": 2 * matrices * float(np.mean(rows)),
         "link_bytes": float(np.mean(entering)),
     }

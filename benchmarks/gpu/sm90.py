@@ -36,7 +36,6 @@ from jax import lax
 from jaxtyping import Array
 
 import jax_megamoe as mm
-from jax_megamoe.compile import find_source
 from jax_megamoe.plan import plan_mega_moe
 
 LAYERS = 64
@@ -275,7 +274,7 @@ def main() -> None:
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
         "ceilings": json.loads(ceilings.stdout),
     }
-    compiler = bare_launch.Compiler(find_source("sgl").include_dir)
+    compiler = bare_launch.Compiler()
     records = bare_launch.read_records()
     used = [records[f"{shape}-{count}"] for shape in shapes for count in counts]
     compiler.compile_all(part for each in used for part in (each.staging, each.mega))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jax_megamoe.compile import compile_many
-from jax_megamoe.config import MoEConfig
+from jax_megamoe.config import Activation, MoEConfig
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.launch import KernelLaunch, LaunchPlan
 from jax_megamoe.weights.experts import random_experts
@@ -37,15 +37,21 @@ EXPERT_PARALLEL = MoEConfig(
 )
 """What several ranks on one GPU run; small, as each has a part of the GPU or of its time."""
 
+WIDE = dict(num_experts=128, top_k=4, hidden_size=3072, intermediate_size=3072)
+"""GPT-OSS-120B's sizes rounded up to a multiple of 512: an intermediate size over half the hidden
+size."""
+
 H200 = DeviceSpec(90, 132)
 
 Tokens = tuple[Array, Array, Array]
 
 
-def config(shape: str, **changes: Any) -> MoEConfig:
-    """An fp8_block layer of a shape."""
-    sizes = {"max_num_tokens": MAX_TOKENS, **SHAPES[shape], **changes}
-    return MoEConfig(**sizes, weight_format="fp8_block")
+def config(shape: str, recipe: str = "fp8_block", **changes: Any) -> MoEConfig:
+    """A layer of a shape; 4-bit ones have the clamp of their recorded launches, DeepSeek-V4's."""
+    known = {**SHAPES, "gpt_oss": WIDE}
+    sizes = {"max_num_tokens": MAX_TOKENS, **known[shape], **changes}
+    clamp = None if recipe == "fp8_block" else 10.0
+    return MoEConfig(**sizes, weight_format=recipe, activation=Activation("swiglu", clamp=clamp))
 
 
 def weights(cfg: MoEConfig, seed: int = 0) -> ExpertWeights:
@@ -76,9 +82,12 @@ def record_operands(x: Array, ids: Array, factors: Array, params: ExpertWeights)
         "topk_weights": factors,
         "l1_weights": params.w13_weight,
         "l1_weights_sf": params.w13_weight_scale,
+        "l1_global_scales": params.w13_weight_scale_2,
         "l2_weights": params.w2_weight,
         "l2_weights_sf": params.w2_weight_scale,
+        "l2_global_scales": params.w2_weight_scale_2,
     }
+    arrays = {name: array for name, array in arrays.items() if array is not None}
     jax.block_until_ready(list(arrays.values()))
     return {name: array.unsafe_buffer_pointer() for name, array in arrays.items()}
 

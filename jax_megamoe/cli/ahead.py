@@ -9,7 +9,8 @@ from rich.table import Table
 from jax_megamoe import _checks
 from jax_megamoe.compile import Outcome, compile_many
 from jax_megamoe.config import MoEConfig
-from jax_megamoe.launch.deep_gemm import Route, check_supported
+from jax_megamoe.launch.deep_gemm import Route
+from jax_megamoe.launch.runnable import check_supported
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.kernel import KernelSpec
 from jax_megamoe.plan.launch import KernelLaunch

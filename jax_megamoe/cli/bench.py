@@ -166,28 +166,32 @@ def bench_cpu(
     Raises:
         ValueError: fewer than one repeat, or sizes that no layer has.
     """
-    repeats = _checks.integer("repeats", repeats, minimum=1)
+    repeats, seed = _checks.integer("repeats", repeats, minimum=1), _checks.seed(seed)
+    configs = [_config(shape, name) for name in formats]
     inputs = _inputs(shape, seed)
     tokens = (inputs.x, inputs.ids, inputs.factors)
     flops = 6 * shape.num_tokens * shape.hidden_size * shape.intermediate_size
     dense = _measure(einsum_layer, (*tokens, *inputs.matrices), repeats)
     dense_bytes = sum(matrix.nbytes for matrix in inputs.matrices)
     rows = [_row("einsum bf16", dense, dense, flops * shape.num_experts, dense_bytes)]
-    for name in formats:
-        config = MoEConfig(
-            num_experts=shape.num_experts,
-            top_k=shape.top_k,
-            hidden_size=shape.hidden_size,
-            intermediate_size=shape.intermediate_size,
-            max_num_tokens=shape.num_tokens,
-            weight_format=WEIGHT_FORMATS[name],
-        )
+    for config in configs:
         weights = quantize_experts(config, *inputs.matrices)
         call = partial(mega_moe, config=config, implementation="xla")
         measured = _measure(call, (*tokens, weights), repeats)
-        flops_of_k = flops * shape.top_k
-        rows.append(_row(f"xla {name}", measured, dense, flops_of_k, weights.num_bytes))
+        name, flops_of_k = f"xla {config.weight_format.name}", flops * shape.top_k
+        rows.append(_row(name, measured, dense, flops_of_k, weights.num_bytes))
     return CpuResult(shape, _ceiling(jnp.bfloat16), tuple(rows))
+
+
+def _config(shape: Shape, weight_format: str) -> MoEConfig:
+    return MoEConfig(
+        num_experts=shape.num_experts,
+        top_k=shape.top_k,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        max_num_tokens=shape.num_tokens,
+        weight_format=WEIGHT_FORMATS[weight_format],
+    )
 
 
 def _row(name: str, measured: _Measured, dense: _Measured, flops: int, num_bytes: int) -> Row:

@@ -128,7 +128,7 @@ def bench_load(
     Raises:
         ValueError: fewer than one repeat, or sizes that no layer has.
     """
-    repeats = _checks.integer("repeats", repeats, minimum=1)
+    repeats, seed = _checks.integer("repeats", repeats, minimum=1), _checks.seed(seed)
     rows: list[LoadRow] = []
     with TemporaryDirectory(prefix="jax-megamoe-bench-") as folder:
         path = Path(folder, "model.safetensors")

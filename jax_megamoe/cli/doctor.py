@@ -17,12 +17,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from jax_megamoe._checks import described, message
-from jax_megamoe.cli.sources import able_sources, cells, preferences
-from jax_megamoe.compile import BuildError, Finding, describe_toolchain, find_source
+from jax_megamoe.cli.sources import cells, preferences
+from jax_megamoe.compile import Finding, describe_toolchain
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.formats import WEIGHT_FORMATS
-from jax_megamoe.launch.deep_gemm import check_supported
+from jax_megamoe.launch.runnable import runnable
 from jax_megamoe.plan import plan_mega_moe
+from jax_megamoe.plan.refusal import Refusal
 from jax_megamoe.runtime import extension
 from jax_megamoe.runtime.devices import device_spec
 
@@ -112,25 +113,13 @@ def _find_devices() -> tuple[dict[str, jax.Device], list[Finding]]:
 def kernel_status(config: MoEConfig, device: jax.Device, num_ranks: int) -> str:
     """The kernel source and buffer that a config's calls take on the device, or why none can."""
     try:
-        source = check_supported(config, device, num_ranks)
-        extension.module()
-        others = able_sources(config, device, num_ranks) if config.kernel_source is None else ()
-        source = next(filter(_is_found, (source, *others)), source)
-        find_source(source)
-        plan = plan_mega_moe(config, device_spec(device), 0, num_ranks, source)
-    except (BuildError, ImportError, NotImplementedError, ValueError) as error:
-        return str(error)
+        chosen = runnable(config, device, num_ranks)
+        if isinstance(chosen, Refusal):
+            return chosen.reason
+        plan = plan_mega_moe(config, device_spec(device), 0, num_ranks, chosen.source)
     except Exception as error:
         return described(error)
-    return f"{source}'s kernel, buffer of {plan.buffer.num_bytes / 1e6:.0f} MB on each rank"
-
-
-def _is_found(source: str) -> bool:
-    try:
-        find_source(source)
-    except BuildError:
-        return False
-    return True
+    return f"{chosen.source}'s kernel, buffer of {plan.buffer.num_bytes / 1e6:.0f} MB on each rank"
 
 
 def _kind(device: jax.Device) -> str:

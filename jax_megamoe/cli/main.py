@@ -7,7 +7,6 @@ docstring's first line is its help. `COMMANDS` lists them.
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from jax_megamoe.cli.sources import print_fetched, print_sources
 from jax_megamoe.compile import DISTRIBUTIONS, BuildError
 from jax_megamoe.config import Activation, MoEConfig
 from jax_megamoe.formats import WEIGHT_FORMATS
-from jax_megamoe.runtime.devices import KNOWN_DEVICES, device_spec
+from jax_megamoe.runtime.devices import KNOWN_DEVICES, device_spec, known_device
 from jax_megamoe.weights.checkpoint.convert import convert_checkpoint
 
 DESCRIPTION = "Mixture-of-experts layers in JAX on DeepGEMM's fused kernels."
@@ -200,9 +199,7 @@ def compile(parser: argparse.ArgumentParser) -> Run:
         if arguments.device is None:
             device = device_spec(jax.local_devices()[0], reserved)
         else:
-            known = KNOWN_DEVICES[arguments.device]
-            left = known.num_sms - reserved
-            device = replace(known, num_sms=left, reserved_sms=reserved)
+            device = known_device(arguments.device, reserved)
         specs = kernels(configs, device, arguments.tokens, arguments.ranks)
         return 0 if compile_ahead(specs, Console()) else 1
 

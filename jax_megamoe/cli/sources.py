@@ -19,9 +19,10 @@ from rich.table import Table
 from jax_megamoe.compile import DISTRIBUTIONS, BuildError, fetch_source, find_source
 from jax_megamoe.config import Activation, MoEConfig
 from jax_megamoe.formats import RECIPES
-from jax_megamoe.launch.deep_gemm import check_supported
-from jax_megamoe.plan import SOURCES
+from jax_megamoe.launch.runnable import supported
+from jax_megamoe.plan import families
 from jax_megamoe.plan.device import DeviceSpec
+from jax_megamoe.plan.refusal import Refusal
 from jax_megamoe.runtime.devices import KNOWN_DEVICES
 
 _ACTIVATIONS = (
@@ -56,7 +57,7 @@ class Cell:
 
 
 def cells() -> Iterator[Cell]:
-    """Every kind of layer, as the planners and `check_supported` decide it for a small one."""
+    """Every kind of layer, as the planners and `supported` decide it for a small one."""
     for recipe in RECIPES.values():
         for shared in (None, *recipe.shared_formats):
             for label, activation in _ACTIVATIONS:
@@ -83,16 +84,14 @@ def able_sources(
     config: MoEConfig, device: jax.Device | DeviceSpec, num_ranks: int = 1
 ) -> tuple[str, ...]:
     """The sources that run a config on a device like this one, found or not, if asked for."""
-    asked = (replace(config, kernel_source=name) for name in SOURCES)
+    asked = (replace(config, kernel_source=name) for name in families.sources())
     sources = (_source(one, device, num_ranks) for one in asked)
     return tuple(source for source in sources if source is not None)
 
 
 def _source(config: MoEConfig, device: jax.Device | DeviceSpec, num_ranks: int) -> str | None:
-    try:
-        return check_supported(config, device, num_ranks)
-    except (NotImplementedError, ValueError):
-        return None
+    chosen = supported(config, device, num_ranks)
+    return None if isinstance(chosen, Refusal) else chosen.source
 
 
 def print_sources(console: Console) -> None:

@@ -13,3 +13,4 @@ from jax_megamoe.compile.errors import NotCompiled as NotCompiled
 from jax_megamoe.compile.fetch import fetch_source as fetch_source
 from jax_megamoe.compile.pins import DISTRIBUTIONS as DISTRIBUTIONS
 from jax_megamoe.compile.sources import find_source as find_source
+from jax_megamoe.compile.sources import has_source as has_source

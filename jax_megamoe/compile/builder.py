@@ -18,6 +18,7 @@ from jax_megamoe.compile.cache import KernelCache, Key, cache_folder, check_fold
 from jax_megamoe.compile.codegen import CODEGEN_VERSION, generate
 from jax_megamoe.compile.compiler import COMPILERS, CompilationFailed, Compiled, Compiler
 from jax_megamoe.compile.cubin import read_kernels
+from jax_megamoe.compile.deadline import clock_rate
 from jax_megamoe.compile.errors import BuildError, CompileError, MissingDependency, NotCompiled
 from jax_megamoe.compile.names import check_names
 from jax_megamoe.compile.sources import SOURCE_NAMES, KernelSource, find_source
@@ -76,7 +77,7 @@ def build(
             installed.
 
     Raises:
-        ValueError: an unknown policy, compiler or source.
+        ValueError: an unknown policy, compiler or source, or a wrong time limit (`clock_rate`).
         MissingDependency: no kernel source, or no compiler; names the pip command.
         CompileError: the compiler refused it, or its cubin is not what was asked for, or the spec
             names what no kernel source has (`check_names`).
@@ -219,7 +220,9 @@ def _policy(policy: str | None) -> str:
 
 def _kernel_digest(spec: KernelSpec, source: KernelSource) -> str:
     described = json.dumps(dataclasses.asdict(spec), sort_keys=True)
-    return digest(described, source.version, source.fingerprint, str(CODEGEN_VERSION))
+    rate = clock_rate(source)
+    clock = (f"clock rate {rate}",) if rate != 1 else ()
+    return digest(described, source.version, source.fingerprint, str(CODEGEN_VERSION), *clock)
 
 
 def _cached_only(spec: KernelSpec, source: KernelSource, cache: KernelCache) -> bytes:
@@ -244,9 +247,8 @@ def _compile(
     check_names(spec, source)
     _log.info("compiling %s with %s %s", _named(spec, source), compiler.name, compiler.version)
     try:
-        done = compiler.compile(
-            generate(spec, source), spec.arch, source.include_dirs, spec.options
-        )
+        text = generate(spec, source, clock_rate(source))
+        done = compiler.compile(text, spec.arch, source.include_dirs, spec.options)
     except CompilationFailed as error:
         raise CompileError(
             f"{compiler.name} {compiler.version} cannot compile {_named(spec, source)}.\n"

@@ -23,7 +23,6 @@ import os
 import shlex
 import stat
 import struct
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,11 +31,13 @@ from typing import Any
 from filelock import FileLock
 
 from jax_megamoe._checks import message
+from jax_megamoe._files import write
 from jax_megamoe.compile.errors import BuildError
 
 _MAGIC = b"JMMK\x01\0\0\0"
 _HEADER = struct.Struct("<8sQ32s")
 _PRIVATE = 0o700
+_PRIVATE_FILE = 0o600
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _log = logging.getLogger("jax_megamoe")
 
@@ -183,8 +184,9 @@ class KernelCache:
     def _store(self, key: Key, cubin: bytes, description: dict[str, Any]) -> None:
         header = _HEADER.pack(_MAGIC, len(cubin), hashlib.sha256(cubin).digest())
         try:
-            _replace(self.folder / f"{key.stem}.json", json.dumps(description, indent=1).encode())
-            _replace(self._path(key), header + cubin)
+            text = json.dumps(description, indent=1)
+            write(self.folder / f"{key.stem}.json", text, mode=_PRIVATE_FILE)
+            write(self._path(key), header + cubin, mode=_PRIVATE_FILE)
         except OSError as error:
             self._warn(error)
 
@@ -213,17 +215,3 @@ def _read(path: Path) -> bytes | None:
     cubin = content[_HEADER.size :]
     intact = magic == _MAGIC and len(cubin) == length
     return cubin if intact and hashlib.sha256(cubin).digest() == checksum else None
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Writes `path` so that it is seen whole or not at all."""
-    with tempfile.NamedTemporaryFile(
-        dir=path.parent, prefix=f".{path.name}.", delete=False
-    ) as file:
-        try:
-            file.write(content)
-            file.close()
-            Path(file.name).replace(path)
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
-            raise

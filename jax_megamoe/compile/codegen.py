@@ -1,6 +1,8 @@
 """KernelSpec -> the translation unit that instantiates it."""
 
+from jax_megamoe.compile.deadline import faster_clock
 from jax_megamoe.compile.sources import KernelSource
+from jax_megamoe.plan.grouped import humming_unit
 from jax_megamoe.plan.kernel import KernelSpec
 
 CODEGEN_VERSION = 1
@@ -12,11 +14,13 @@ _STRUCTS = {
     "deep_gemm::layout::SymBuffer": (592, 8),
     "flashinfer::megamoe::layout::SymBuffer": (592, 8),
     "cute::TmaDescriptor": (128, 128),
+    "CUtensorMap": (128, 128),
 }
 
 
-def generate(spec: KernelSpec, source: KernelSource) -> str:
-    """C++ text whose compilation holds exactly one kernel: `spec`'s.
+def generate(spec: KernelSpec, source: KernelSource, clock_rate: int = 1) -> str:
+    """C++ text whose compilation holds exactly one kernel: `spec`'s, whose waits for other ranks
+    end `clock_rate` times earlier than the header says.
 
     The kernel is instantiated by taking its address, since its ``__grid_constant__`` parameters
     cannot be spelled in an explicit instantiation. Its symbol is mangled and, for most kernels,
@@ -35,12 +39,17 @@ def generate(spec: KernelSpec, source: KernelSource) -> str:
         "jax_megamoe passes; use a version of the kernel source that it supports"
     )
     assertions = "\n".join(f'static_assert({check},\n    "{complaint}");' for check in checks)
+    using = f"using namespace {source.namespace};\n\n" if source.namespace else ""
+    before, after = spec.prelude, ""
+    if spec.unit:
+        product, tiles = humming_unit.decoded(spec.unit)
+        before += humming_unit.prelude(product, tiles)
+        after = humming_unit.declarations(product, tiles)
     return f"""\
-{spec.prelude}#include <{spec.header}>
+{before}{faster_clock(clock_rate)}#include <{spec.header}>
 #include <cuda/std/type_traits>
 
-using namespace {source.namespace};
-
+{using}{after}
 {assertions}
 
 static void instantiate() {{

@@ -125,15 +125,22 @@ def _fault(tree: Path) -> str:
     """What is wrong with a tree; empty if nothing."""
     try:
         manifest: dict[str, dict[str, str]] = json.loads((tree / _MANIFEST).read_text())
-        files = manifest["files"].items()
+        digests = dict(manifest["files"])
+        entries = {path.relative_to(tree).as_posix(): path for path in tree.rglob("*")}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"no intact {_MANIFEST}"
-    for file, expected in files:
+    # A link could lead to headers that nobody checked, a folder holds what is checked itself.
+    found = {name for name, path in entries.items() if path.is_symlink() or not path.is_dir()}
+    if missing := digests.keys() - found:
+        return f"no {min(missing)}"
+    if added := found - digests.keys() - {_MANIFEST}:
+        return f"an added {min(added)}"
+    for file, expected in digests.items():
         try:
-            got = hashlib.sha256((tree / file).read_bytes()).hexdigest()
+            content = b"" if entries[file].is_symlink() else entries[file].read_bytes()
         except OSError:
             return f"no {file}"
-        if got != expected:
+        if hashlib.sha256(content).hexdigest() != expected:
             return f"other contents of {file}"
     return ""
 

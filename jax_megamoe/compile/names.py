@@ -12,8 +12,9 @@ from jax_megamoe._checks import message
 from jax_megamoe.compile.errors import CompileError
 from jax_megamoe.compile.sources import KernelSource
 from jax_megamoe.plan.families.flashinfer_launch import WIDE_INTERMEDIATE
+from jax_megamoe.plan.families.vllm_sm100_nvfp4 import SCALE_BY_POINTER
+from jax_megamoe.plan.grouped import humming_unit
 from jax_megamoe.plan.kernel import KernelSpec
-from jax_megamoe.plan.vllm_nvfp4 import SCALE_BY_POINTER
 
 _NAME = r"[A-Za-z_]\w*(?:::[A-Za-z_]\w*)*"
 _TYPE = rf"(?:const |unsigned )*{_NAME}(?: long)*(?:<(?:{_NAME}|\d+)>)?(?: ?\*)?"
@@ -25,6 +26,7 @@ _FORMS = {
     "symbol": _NAME,
     "template_args": _ARGUMENT,
     "parameter_types": _TYPE,
+    "unit": _ARGUMENT,
 }
 """What each text of a spec must be, as a whole."""
 
@@ -61,6 +63,10 @@ def fault(spec: KernelSpec) -> CompileError | None:
                 return _refusal(field, f"text of the form {form}", repr(text))
     if _MACRO.sub("", spec.prelude) not in _PRELUDES:
         return _refusal("prelude", "macros that are numbers", repr(spec.prelude))
+    try:
+        _ = spec.unit and humming_unit.decoded(spec.unit)
+    except ValueError:
+        return _refusal("unit", "a product and its tiles", repr(spec.unit))
     return None
 
 

@@ -40,8 +40,8 @@ class Distribution:
         wheels: by `platform.machine()`.
         kernels: the folder of its kernels among the headers.
         kept: the folder of headers that fetching keeps; empty: all.
-        namespace: C++ namespace of its kernels.
-        cutlass: name of the source whose CUTLASS compiles it; empty: its own.
+        namespace: C++ namespace of its kernels; empty: none.
+        cutlass: name of the source whose CUTLASS compiles it; empty: its own; None: it needs none.
         exact: only the pinned version is used: what the host tells the kernels is not in their
             parameter types.
     """
@@ -56,7 +56,7 @@ class Distribution:
     kernels: str = "deep_gemm"
     kept: str = ""
     namespace: str = "deep_gemm"
-    cutlass: str = ""
+    cutlass: str | None = ""
     exact: bool = False
 
     @property
@@ -124,6 +124,31 @@ DISTRIBUTIONS: Mapping[str, Distribution] = MappingProxyType(
             kept="flashinfer/megamoe",
             namespace="flashinfer::megamoe",
             cutlass="sgl",
+            exact=True,
+        ),
+        "humming": Distribution(
+            "humming-kernels",
+            "0.1.20",
+            "humming",
+            "include",
+            "JAX_MEGAMOE_HUMMING_ROOT",
+            "python -m jax_megamoe sources fetch humming, or pip install --no-deps "
+            "humming-kernels==0.1.20",
+            {
+                "x86_64": Wheel(
+                    "manylinux_2_28_x86_64",
+                    616445,
+                    "d4747cae223f81bb8d18bee766a5f41e67484a65bd665534fdbc8dc7adabd7c1",
+                ),
+                "aarch64": Wheel(
+                    "manylinux_2_28_aarch64",
+                    601871,
+                    "1c7ecbeacb8f449136140a7fea68be06f2e5ce083e52de6b2e37e91158c3eee3",
+                ),
+            },
+            kernels="humming",
+            namespace="",
+            cutlass=None,
             exact=True,
         ),
     }

@@ -82,14 +82,29 @@ def find_source(name: str) -> KernelSource:
     where = DISTRIBUTIONS[name]
     root = os.environ.get(where.variable)
     version, include_dir = _unpacked(where, Path(root)) if root else _found(name, where)
-    if not where.cutlass:
+    if where.cutlass == "":
         _check_headers(where, include_dir, where.kernels + "/impls", *_CUTLASS_HEADERS)
         digest = _digest(include_dir, where.kernels, _CUTLASS_VERSION)
         return KernelSource(name, version, include_dir, digest)
     _check_headers(where, include_dir, where.kernels)
+    if where.cutlass is None:
+        return KernelSource(name, version, include_dir, _digest(include_dir, where.kernels))
     cutlass = find_source(where.cutlass).include_dir
     digest = _digest(include_dir, where.kernels) + _digest(cutlass, _CUTLASS_VERSION)
     return KernelSource(name, version, include_dir, digest, cutlass)
+
+
+def has_source(name: str) -> bool:
+    """Whether `find_source` finds it.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    try:
+        find_source(name)
+    except MissingDependency:
+        return False
+    return True
 
 
 def _found(name: str, where: Distribution) -> tuple[str, Path]:

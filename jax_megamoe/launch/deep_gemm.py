@@ -1,11 +1,10 @@
 """The custom call: choose the kernel, get its buffer, launch it on each rank."""
 
-import contextlib
 import hashlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,17 +15,27 @@ from jax_megamoe import _checks, symmetric_memory
 from jax_megamoe import compile as compiler
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.launch import launcher
+from jax_megamoe.launch.factors import FACTORS
 from jax_megamoe.launch.facts import facts
+from jax_megamoe.launch.runnable import (
+    Unavailable,
+    fuses_shared,
+    installed_family,
+    log_unfused,
+    unfused,
+)
 from jax_megamoe.mesh import Axis, axis_names
-from jax_megamoe.numerics import expert
-from jax_megamoe.plan import SOURCES, check_sizes, plan_mega_moe
+from jax_megamoe.plan import families, plan_mega_moe
 from jax_megamoe.plan.device import DeviceSpec
+from jax_megamoe.plan.kernel_family import KernelFamily
 from jax_megamoe.plan.launch import KernelLaunch, LaunchPlan
+from jax_megamoe.plan.refusal import Refusal, unfit
 from jax_megamoe.plan.staging import Routing
+from jax_megamoe.plan.symmetric_buffer import BufferLayout
 from jax_megamoe.routing.replicas import ReplicaMap
 from jax_megamoe.runtime import extension
-from jax_megamoe.runtime.devices import device_spec
-from jax_megamoe.weights.params import NVFP4_LAYOUTS, SGL_FP4, ExpertWeights, default_layout
+from jax_megamoe.runtime.devices import spec_of
+from jax_megamoe.weights.params import ExpertWeights, default_layout
 
 _log = logging.getLogger("jax_megamoe")
 
@@ -42,6 +51,7 @@ class Route:
         buffer_key: name of the symmetric buffer; the same in every process.
         fuses_shared: the kernel runs the shared expert that the weights hold, if any. Else the
             caller adds it.
+        implementation: who launches, as `mega_moe` names it.
     """
 
     device: DeviceSpec
@@ -49,6 +59,12 @@ class Route:
     num_ranks: int
     buffer_key: str
     fuses_shared: bool = True
+    implementation: str = "deep_gemm"
+
+    def family(self, config: MoEConfig) -> KernelFamily:
+        """The family of the kernel."""
+        found = families.candidates(config, self.source, self.implementation)
+        return next(each for each in found if each.runs_on(self.device))
 
     def plan(
         self,
@@ -63,7 +79,7 @@ class Route:
         routing None: logical ids alone, without a padding mask or a replica map.
         """
         return plan_mega_moe(
-            config if self.fuses_shared else _unfused(config),
+            config if self.fuses_shared else unfused(config),
             self.device,
             num_tokens,
             self.num_ranks,
@@ -73,25 +89,6 @@ class Route:
             routing=routing or Routing(num_logical=config.logical_experts),
             staging_by="jax_megamoe",
         )
-
-
-def check_supported(config: MoEConfig, device: jax.Device | DeviceSpec, num_ranks: int = 1) -> str:
-    """Whether `deep_gemm` can run a config on a device like this one.
-
-    Args:
-        config: the layer.
-        device: the device of each rank, or what a plan depends on of one that is not here.
-        num_ranks: expert-parallel ranks.
-
-    Returns:
-        The source of the kernel, ``"sgl"`` or ``"vllm"``.
-
-    Raises:
-        NotImplementedError: the device, or the format or activation on it.
-        ValueError: sizes out of the kernel's limits, which the message names.
-    """
-    spec = device if isinstance(device, DeviceSpec) else device_spec(device, config.reserved_sms)
-    return _kernel_source(config, spec, num_ranks, default_layout(config))
 
 
 def allocate_buffers(
@@ -130,21 +127,9 @@ def find_route(
     num_ranks: int = 1,
     weights: ExpertWeights | None = None,
     num_tokens: int = 0,
+    implementation: str | None = None,
 ) -> Route:
-    """The route of a config's calls over `groups` of devices, its kernels compiled and its buffer
-    allocated.
-
-    Args:
-        config: the layer.
-        groups: the devices of each expert-parallel group in rank order; None inside a `shard_map`
-            whose mesh is not known: the buffer must have been allocated.
-        axis: the expert-parallel axis, which names the buffer.
-        num_ranks: ranks, where groups is None.
-        weights: the parameters, checked before anything is allocated; NVFP4's row order says whose
-            kernel they are for, and sgl's leaves a shared expert to the caller, with one line in
-            the log. None: any in the config's default order.
-        num_tokens: rows of a rank's call, whose kernels are compiled before anything is allocated;
-            0: none are yet.
+    """`try_route`, with an exception for a refusal.
 
     Raises:
         NotImplementedError, ValueError, RuntimeError: as `allocate_buffers`; parameters that no
@@ -153,35 +138,102 @@ def find_route(
         BuildError: a kernel cannot be had; `MissingDependency` where its source or a compiler is
             not installed.
     """
-    extension.module()
+    route = try_route(
+        config,
+        groups,
+        axis,
+        num_ranks=num_ranks,
+        weights=weights,
+        num_tokens=num_tokens,
+        implementation=implementation,
+    )
+    if isinstance(route, Refusal):
+        raise route.error()
+    return route
+
+
+def try_route(
+    config: MoEConfig,
+    groups: Sequence[Sequence[jax.Device]] | None,
+    axis: Axis | None,
+    *,
+    num_ranks: int = 1,
+    weights: ExpertWeights | None = None,
+    num_tokens: int = 0,
+    implementation: str | None = None,
+) -> Route | Refusal:
+    """The route of a config's calls over `groups` of devices, its kernels compiled and its buffer
+    allocated; or why no kernel runs them.
+
+    Args:
+        config: the layer.
+        groups: the devices of each expert-parallel group in rank order; None inside a `shard_map`
+            whose mesh is not known: the buffer must have been allocated.
+        axis: the expert-parallel axis, which names the buffer.
+        num_ranks: ranks, where groups is None.
+        weights: the parameters, checked before anything is allocated; their row order says whose
+            kernel they are for, and one that fuses no shared expert leaves it to the caller, with
+            one line in the log. None: any in the config's default order.
+        num_tokens: rows of a rank's call, whose kernels are compiled before anything is allocated;
+            0: none are yet.
+        implementation: the only one that may launch; None: any.
+
+    Raises:
+        RuntimeError: too little memory.
+        BuildError: a kernel does not compile.
+    """
+    try:
+        extension.module()
+    except ImportError as error:
+        return Unavailable(str(error), cause=error)
     device = jax.local_devices()[0] if groups is None else groups[0][0]
     ranks = num_ranks if groups is None else len(groups[0])
-    spec = device_spec(device, config.reserved_sms)
+    spec = spec_of(device, config.reserved_sms)
+    if isinstance(spec, Refusal):
+        return spec
+    fuses = fuses_shared(config, weights)
+    routed = config if fuses else unfused(config)
     order = default_layout(config) if weights is None else weights.layout
-    fuses = _fuses_shared(config, weights)
-    routed = config if fuses else _unfused(config)
-    source = _kernel_source(routed, spec, ranks, order)
-    if weights is not None:
-        _check_parameters(config, weights, source)
-    source = _found_source(routed, spec, ranks, source)
+    family = installed_family(
+        routed, spec, ranks, weights, order=order, implementation=implementation
+    )
+    if isinstance(family, Refusal):
+        return family
     if weights is not None and weights.shared is not None and not fuses:
-        _log_unfused(config)
-    layout = plan_mega_moe(routed, spec, 0, ranks, source).buffer
-    names = "+".join(axis_names(axis)) or "none"
-    name = f"{names}/{ranks}/{layout.fingerprint(source)}/"
-    if groups is None:
-        key = _allocated_key(name)
-    else:
-        ids = [[device.id for device in group] for group in groups]
-        key = name + hashlib.sha256(str(ids).encode()).hexdigest()[:16]
-    route = Route(spec, source, ranks, key, fuses)
+        log_unfused(config, weights.layout)
+    layout = plan_mega_moe(routed, spec, 0, ranks, family.source).buffer
+    key = _buffer_key(layout, family.source, ranks, groups, axis)
+    if isinstance(key, Refusal):
+        return key
+    route = Route(spec, family.source, ranks, key, fuses, family.implementation)
     build = partial(_build, route.plan(config, num_tokens)) if num_tokens else None
-    if groups is not None:
-        told = partial(facts, routed, source)
-        symmetric_memory.allocate(key, layout.num_bytes, groups, facts=told, prepare=build)
-    if build is not None:
-        build()  # where the buffer was there
+    try:
+        if groups is not None and layout.num_bytes:
+            told = partial(facts, routed, family.source)
+            symmetric_memory.allocate(key, layout.num_bytes, groups, facts=told, prepare=build)
+        if build is not None:
+            build()  # where the buffer was there
+    except compiler.MissingDependency as error:
+        return Unavailable(str(error), cause=error)
     return route
+
+
+def _buffer_key(
+    layout: BufferLayout,
+    source: str,
+    num_ranks: int,
+    groups: Sequence[Sequence[jax.Device]] | None,
+    axis: Axis | None,
+) -> str | Refusal:
+    """The name of a call's symmetric buffer, "" for none, or why none is allocated."""
+    if not layout.num_bytes:
+        return ""
+    names = "+".join(axis_names(axis)) or "none"
+    name = f"{names}/{num_ranks}/{layout.fingerprint(source)}/"
+    if groups is None:
+        return _allocated_key(name)
+    ids = [[device.id for device in group] for group in groups]
+    return name + hashlib.sha256(str(ids).encode()).hexdigest()[:16]
 
 
 def _build(plan: LaunchPlan) -> None:
@@ -191,81 +243,7 @@ def _build(plan: LaunchPlan) -> None:
             compiler.build(step.kernel)
 
 
-def runnable_layout(config: MoEConfig, layout: str, device: jax.Device) -> str:
-    """The row order that parameters of `layout` should have on this machine.
-
-    Another one than theirs for NVFP4 on a device that runs it, when the kernel source of theirs is
-    not installed or cannot, the other can, and the config forces neither.
-    """
-    if config.weight_format.name != "nvfp4" or config.kernel_source is not None:
-        return layout
-    for each in (layout, *NVFP4_LAYOUTS.values()):
-        with contextlib.suppress(NotImplementedError, ValueError, compiler.MissingDependency):
-            spec = device_spec(device, config.reserved_sms)
-            compiler.find_source(_kernel_source(_unfused(config), spec, 1, each))
-            return each
-    return layout
-
-
-def _fuses_shared(config: MoEConfig, weights: ExpertWeights | None) -> bool:
-    """Whether the kernel runs a shared expert: not if there is none in the weights, nor if their
-    order is that of sgl's NVFP4 kernel, which fuses none, and the config does not insist on it."""
-    if not config.num_shared_experts or weights is None:
-        return True
-    return weights.shared is not None and (
-        weights.layout != SGL_FP4 or config.kernel_source is not None
-    )
-
-
-def _unfused(config: MoEConfig) -> MoEConfig:
-    return replace(config, num_shared_experts=0)
-
-
-@lru_cache
-def _log_unfused(config: MoEConfig) -> None:
-    """Says once for each config why its shared expert is not fused."""
-    _log.warning(
-        "%s runs its shared expert unfused: sgl's NVFP4 kernel, whose row order the weights have, "
-        "fuses none; vllm's does (python -m jax_megamoe sources fetch vllm, then "
-        "jax_megamoe.to_layout(weights, 'interleave8'))",
-        config,
-    )
-
-
-def _kernel_source(config: MoEConfig, device: DeviceSpec, num_ranks: int, layout: str) -> str:
-    """The source of the kernel, whose NVFP4 row order the weights have."""
-    nvfp4, source = config.weight_format.name == "nvfp4", config.kernel_source
-    if nvfp4 and source is None:
-        source = next(name for name, order in NVFP4_LAYOUTS.items() if order == layout)
-    return check_sizes(config, device, num_ranks, source)
-
-
-def _found_source(config: MoEConfig, device: DeviceSpec, num_ranks: int, first: str) -> str:
-    """`first`, or another source that can run the config as well, if that alone is installed.
-
-    Raises:
-        MissingDependency: none is; says how to get `first`.
-    """
-    free = config.kernel_source is None and config.weight_format.name != "nvfp4"
-    try:
-        compiler.find_source(first)
-        return first
-    except compiler.MissingDependency as missing:
-        for other in SOURCES if free else ():
-            try:
-                check_sizes(config, device, num_ranks, other)
-                compiler.find_source(other)
-            except (NotImplementedError, ValueError, compiler.MissingDependency):
-                continue
-            return other
-        if config.weight_format.name == "nvfp4" and config.kernel_source is None:
-            other = next(name for name in NVFP4_LAYOUTS if name != first)
-            call = f"jax_megamoe.to_layout(weights, {NVFP4_LAYOUTS[other]!r})"
-            raise compiler.MissingDependency(f"{missing}; or {call} for {other}'s kernel") from None
-        raise
-
-
-def _allocated_key(name: str) -> str:
+def _allocated_key(name: str) -> str | Refusal:
     """The one buffer of that name, over whichever devices."""
     keys = symmetric_memory.keys(name)
     if len(keys) == 1:
@@ -275,7 +253,7 @@ def _allocated_key(name: str) -> str:
         call = "jax_megamoe.allocate_buffers(config, mesh=mesh, axis=axis)"
         got, hint = "None", f"{hint}, or call {call} once before"
     expected = "the mesh of the shard_map around this call"
-    raise ValueError(_checks.message("mesh", expected, got, hint))
+    return unfit("mesh", expected, got, hint)
 
 
 def default_device() -> jax.Device:
@@ -284,26 +262,6 @@ def default_device() -> jax.Device:
     if isinstance(chosen, jax.Device):
         return chosen
     return jax.local_devices(backend=chosen)[0]
-
-
-def _check_parameters(config: MoEConfig, weights: ExpertWeights, source: str) -> None:
-    """Checks what the kernels ask of parameters beyond their shapes."""
-    if weights.w13_bias is not None or weights.w2_bias is not None:
-        expected = "no biases for implementation deep_gemm"
-        raise NotImplementedError(
-            _checks.message("weights", expected, "w13_bias and w2_bias", "use xla")
-        )
-    if config.weight_format.name == "nvfp4":
-        layout = NVFP4_LAYOUTS[source]
-        if weights.layout != layout:
-            raise ValueError(
-                _checks.message(
-                    "weights.layout",
-                    f"{layout!r} for the kernel source {source}",
-                    repr(weights.layout),
-                    f"jax_megamoe.to_layout(weights, {layout!r}) moves them",
-                )
-            )
 
 
 def moe(
@@ -350,7 +308,7 @@ def moe(
         operands["logical_to_physical"] = eplb.logical_to_physical
         operands["num_replicas"] = eplb.num_replicas
     if config.weight_format.weight.has_global_scale:
-        operands |= _factors(weights, route.source, axis)
+        operands |= FACTORS[route.family(config).factors](weights, axis)
     results = {"y": jax.ShapeDtypeStruct(x.shape, x.dtype)}
     if with_stats:
         operands["stats"] = jnp.zeros(weights.w13_weight.shape[0], jnp.int32)
@@ -365,21 +323,3 @@ def moe(
     _build(plan)
     out = launcher.launch(plan, operands, results, buffer_key=route.buffer_key, command_buffer=True)
     return out["y"], out.get("stats")
-
-
-def _factors(weights: ExpertWeights, source: str, axis: Axis | None) -> dict[str, Array]:
-    """NVFP4's float32 factors as a source's kernels multiply by them.
-
-    w2_weight_scale_2 [E] takes back the one scale of second inputs. sgl also: w13_weight_scale_2
-    [E, 2] for gate and up; w2_input_scale [E], the inverse of that scale. vllm also:
-    l2_activation_scale [1], the scale itself.
-    """
-    scale = expert.input_scale(weights.w2_input_scale, axis)
-    first, second = weights.w13_weight_scale_2, weights.w2_weight_scale_2
-    if source == "vllm":
-        return {"w2_weight_scale_2": second * scale, "l2_activation_scale": scale.reshape(1)}
-    return {
-        "w13_weight_scale_2": jnp.stack([first, first], axis=-1),
-        "w2_input_scale": jnp.ones_like(second) / scale,
-        "w2_weight_scale_2": second * scale,
-    }

@@ -17,9 +17,10 @@ def facts(config: MoEConfig, source: str) -> dict[str, object]:
         MissingDependency: the kernel source is not installed.
     """
     fields = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
+    del fields["activation_format"]
     return {
         **fields,
-        "weight_format": config.weight_format.name,
+        "weight_format": config.recipe.name,
         "kernel source": f"{source} {compiler.find_source(source).version}",
         "jax_megamoe": importlib.metadata.version("jax-megamoe"),
     }

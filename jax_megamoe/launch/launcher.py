@@ -18,6 +18,7 @@ from jax_megamoe._checks import message
 from jax_megamoe.mesh import vary, varying_axes
 from jax_megamoe.plan.kernel import KernelSpec
 from jax_megamoe.plan.launch import (
+    Bool,
     Fill,
     Float32,
     KernelArgument,
@@ -177,6 +178,8 @@ def _argument(
         case Pointer(operand=operand):
             address = _address(operand, places) if operand else {"base": "null"}
             return {"kind": "pointer", **address}
+        case Bool(value=value):
+            return {"kind": "bool", "value": value}
         case Uint32(value=value):
             return {"kind": "uint32", "value": value}
         case Float32(value=value):

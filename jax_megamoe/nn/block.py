@@ -23,6 +23,7 @@ from jax_megamoe.nn.router_layer import RouterLayer
 from jax_megamoe.nn.shared_expert import SharedExpert, log_unfused, unfused_reason
 from jax_megamoe.nn.storage import Storage, format_of_layer, shared_scheme, storage_of
 from jax_megamoe.nn.variables import replicated
+from jax_megamoe.nn.weighed_input import plus_shared, weighed
 from jax_megamoe.routing.replicas import ReplicaMap
 from jax_megamoe.routing.router import Router
 from jax_megamoe.weights.checkpoint.block_tensors import BlockTensors
@@ -108,8 +109,8 @@ class MegaMoEBlock(nnx.Module):
         if wanted is not None:
             config = replace(config, shared_format=wanted)
         kept = shared_stored if shared_format is None else None
-        is_whole = own == self.stored_sizes
-        reason = unfused_reason(config, shared_size, is_whole, has_shared_gate, kept)
+        is_whole, weighs = own == self.stored_sizes, router.weighs_input
+        reason = unfused_reason(config, shared_size, is_whole, has_shared_gate, weighs, kept)
         if reason:
             log_unfused(config, reason)
         fused = shared_size // config.intermediate_size if reason is None else 0
@@ -155,8 +156,7 @@ class MegaMoEBlock(nnx.Module):
         rngs: nnx.Rngs | None = None,
         **config: Any,
     ) -> "MegaMoEBlock":
-        """The block of a Hugging Face model: DeepSeek-V3 and -V4, Kimi-K2, Qwen3-MoE, Qwen3-Next,
-        GPT-OSS.
+        """The block of a Hugging Face model, of a family in the manual's list.
 
         Args:
             hf_config: the model's transformers config, the same as a dict, or the path of its
@@ -262,18 +262,24 @@ class MegaMoEBlock(nnx.Module):
                 per_token[argument] = reshape_rows(array, (num_tokens,))
         rows = reshape_rows(x, (num_tokens, self.hidden_size))
         with jax.named_scope("mega_moe_block/router"):
-            routing = self.router(rows, **per_token, place=self.experts.place())
+            place = self.experts.place()
+            routing = self.router(rows, **per_token, place=place)
+        mask, weighs = per_token["padding_mask"], self.router.settings.weighs_input
+        inputs, given = weighed(rows, routing) if weighs else (rows, routing)
         result = self.experts(
-            _widened(rows, self.config),
-            *routing,
-            padding_mask=per_token["padding_mask"],
+            _widened(inputs, self.config),
+            *given,
+            padding_mask=mask,
             eplb=eplb,
-            shared_experts=None if self.shared_expert is None else self._shared,
+            shared_experts=None if self.shared_expert is None or weighs else self._shared,
             return_stats=return_stats,
             name=name,
         )
         y, *stats = result if return_stats else (result,)
-        y = reshape_rows(y[:, : self.hidden_size], x.shape)
+        y = y[:, : self.hidden_size]
+        if weighs and self.shared_expert is not None:
+            y = plus_shared(y, rows, self.shared_expert, mask, place)
+        y = reshape_rows(y, x.shape)
         extra = (*stats, *((routing,) if return_routing else ()))
         return (y, *extra) if extra else y
 

@@ -4,20 +4,19 @@ Keys and their defaults are those of the families' config.json files and of tran
 classes, 5.24. Nothing here imports transformers.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from jax_megamoe import _checks
 from jax_megamoe.config import Activation, padded_size
-from jax_megamoe.routing.router import SCORINGS, Router
+from jax_megamoe.routing.router import Router
+from jax_megamoe.weights.checkpoint.families import FAMILIES, Family, family_of
 from jax_megamoe.weights.checkpoint.fields import Fields, read_fields
 
 HFConfig = Mapping[str, Any]
 
-_NUM_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 _SWIGLU = Activation("swiglu")
 
 
@@ -59,24 +58,28 @@ HASHED = "hashed"
 
 @dataclass(frozen=True, kw_only=True)
 class Layers:
-    """What each layer of a model is.
+    """What each layer of a model is, by its config.
 
     Attributes:
         count: layers, modules of multi-token prediction included.
         hashed: the first so many choose experts by token id.
-        first_dense: the first so many are dense.
-        dense: these are dense.
-        frequency: dense are those whose index is no multiple of this.
-        step: dense are those whose number, from 1, is no multiple of this.
-        kinds: of each layer where the config lists them; empty: it does not.
+        first: a key and its value: the first so many are dense.
+        last: moe_layer_end_index: those after it are dense; None: none is.
+        frequency: moe_layer_freq: dense are those whose index is no multiple of this.
+        step: a key and its value: dense are those whose number, from 1, is no multiple of this.
+        dense: mlp_only_layers: these are dense.
+        sparse: moe_layers: all but these are dense; None: the config has no such list.
+        kinds: mlp_layer_types, of the first layers; empty: the config has no such list.
     """
 
     count: int
     hashed: int = 0
-    first_dense: int = 0
-    dense: frozenset[int] = frozenset()
+    first: tuple[str, int] = ("first_k_dense_replace", 0)
+    last: int | None = None
     frequency: int = 1
-    step: int = 1
+    step: tuple[str, int] = ("decoder_sparse_step", 1)
+    dense: frozenset[int] = frozenset()
+    sparse: frozenset[int] | None = None
     kinds: tuple[str, ...] = ()
 
     def moe_kind(self, layer_index: int) -> str:
@@ -89,20 +92,22 @@ class Layers:
         if index >= self.count:
             expected = f"one of the model's {self.count} layers"
             raise ValueError(_checks.message("layer_index", expected, index))
-        reason = self._dense_by(index)
+        kind = self.kinds[index] if index < len(self.kinds) else ""
+        reason = "mlp_layer_types says dense" if kind == "dense" else self._dense_by(index)
         if reason is not None:
             got = f"a dense one ({reason})"
             raise ValueError(_checks.message(f"layer {index}", "an MoE layer", got))
-        is_hashed = self.kinds[index] == "hash_moe" if self.kinds else index < self.hashed
-        return HASHED if is_hashed else SCORED
+        return HASHED if kind == "hash_moe" or index < self.hashed else SCORED
 
     def _dense_by(self, index: int) -> str | None:
         """The key that makes the layer dense, with its value; None for an MoE layer."""
         reasons = {
-            f"first_k_dense_replace is {self.first_dense}": index < self.first_dense,
+            f"{self.first[0]} is {self.first[1]}": index < self.first[1],
+            f"moe_layer_end_index is {self.last}": self.last is not None and index > self.last,
             f"moe_layer_freq is {self.frequency}": index % self.frequency,
             "mlp_only_layers has it": index in self.dense,
-            f"decoder_sparse_step is {self.step}": (index + 1) % self.step,
+            "moe_layers has it not": self.sparse is not None and index not in self.sparse,
+            f"{self.step[0]} is {self.step[1]}": (index + 1) % self.step[1],
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -133,11 +138,12 @@ def read_hf_config(hf_config: Any) -> Fields:
         expected = "a transformers config, a dict or the path of a config.json"
         raise TypeError(_checks.message("hf_config", expected, type(content).__name__))
     text = fields.inner("text_config")
-    if text is not None and fields.text("model_type", default=None) not in _FAMILIES:
-        # The quantisation may stand beside the text model.
-        text.setdefault("quantization_config", fields.get("quantization_config"))
-        return text
-    return fields
+    if text is None:
+        return fields
+    # These may stand beside the text model.
+    for name in ("model_type", "quantization_config"):
+        text.setdefault(name, fields.get(name))
+    return text
 
 
 def block_spec(hf_config: HFConfig, layer_index: int | None = None) -> BlockSpec:
@@ -150,18 +156,22 @@ def block_spec(hf_config: HFConfig, layer_index: int | None = None) -> BlockSpec
     Raises:
         ValueError: a model_type that is not known, a key missing or of another kind than it should
             be, a layer that is dense or that the model does not have.
-        NotImplementedError: an activation that the experts do not run.
+        NotImplementedError: an activation that the experts do not run, biases of linear layers.
     """
     fields = read_hf_config(hf_config)
     layers = layers_of(fields)
-    kind = SCORED if layer_index is None else layers.moe_kind(layer_index)
-    activation = fields.text("hidden_act", default="silu")
+    is_hashed = layer_index is not None and layers.moe_kind(layer_index) == HASHED
+    activation = fields.text("hidden_act", "hidden_activation", default="silu")
     if activation not in ("silu", "swish"):
         expected = "'silu', which the experts run as SwiGLU"
         where = fields.where("hidden_act")
         raise NotImplementedError(_checks.message(where, expected, repr(activation)))
+    for name in ("use_bias", "mlp_bias"):
+        if fields.flag(name, default=False):
+            expected = "false: an MoE block without biases of its linear layers"
+            raise NotImplementedError(_checks.message(fields.where(name), expected, "true"))
     try:
-        return _FAMILIES[fields["model_type"]](fields, kind)
+        return _block_spec(fields, _family(fields), layer_index, is_hashed)
     except ValueError as error:
         if fields.origin in str(error):
             raise
@@ -176,117 +186,105 @@ def layers_of(hf_config: HFConfig) -> Layers:
             be.
     """
     fields = read_hf_config(hf_config)
-    model_type = fields.text("model_type", default=None)
-    hint = "build a MegaMoEBlock from its parts"
-    _checks.one_of(fields.where("model_type"), model_type, _FAMILIES, hint)
+    _family(fields)
     # DeepSeek-V3 stores its multi-token-prediction modules as further layers.
     extra = fields.integer("num_nextn_predict_layers", "num_mtp_layers", default=0)
-    count = fields.integer("num_hidden_layers", minimum=1) + extra
-    if model_type != "deepseek_v4":
-        return Layers(
-            count=count,
-            first_dense=fields.integer("first_k_dense_replace", default=0),
-            frequency=fields.integer("moe_layer_freq", default=1) or 1,
-            dense=frozenset(fields.integers("mlp_only_layers")),
-            step=fields.integer("decoder_sparse_step", default=1) or 1,
-        )
+    own = fields.integer("num_hidden_layers", minimum=1)
     kinds = fields.texts("mlp_layer_types")
-    if not kinds:
-        return Layers(count=count, hashed=fields.integer("num_hash_layers"))
-    return Layers(count=len(kinds), kinds=kinds)
-
-
-def _deepseek_v3(fields: Fields, kind: str, family: str) -> BlockSpec:
-    del kind
-    fields.one_of("scoring_func", ["sigmoid"], default="sigmoid")
-    fields.one_of("topk_method", ["noaux_tc"], default="noaux_tc")
-    router = Router(
-        num_experts=_size(fields, *_NUM_EXPERTS),
-        top_k=_size(fields, "num_experts_per_tok"),
-        scoring="sigmoid",
-        renormalize=fields.flag("norm_topk_prob", default=True),
-        scaling_factor=fields.number("routed_scaling_factor"),
-        num_groups=fields.integer("n_group", default=1) or 1,
-        top_groups=fields.integer("topk_group", default=1) or 1,
-        has_correction_bias=True,
+    known = ("dense", "sparse", "moe", "hash_moe")
+    for kind in kinds:
+        if kind not in known:
+            raise fields.wrong("mlp_layer_types", f"a list of {list(known)}", kind)
+    if kinds and len(kinds) < own:
+        raise fields.wrong("mlp_layer_types", f"one of each of the {own} layers")
+    last = fields.integer("moe_layer_end_index", default=-1, minimum=-1)
+    listed = fields.get("moe_layers") is not None
+    step = ("decoder_sparse_step", "moe_layer_interval", "interleave_moe_layer_step")
+    return Layers(
+        count=own + extra,
+        hashed=0 if kinds else fields.integer("num_hash_layers", default=0),
+        first=_keyed(fields, "first_k_dense_replace", "moe_layer_start_index", default=0),
+        last=None if last < 0 else last,
+        frequency=fields.integer("moe_layer_freq", default=1) or 1,
+        step=("moe_layers", 1) if listed else _keyed(fields, *step, default=1),
+        dense=frozenset(fields.integers("mlp_only_layers")),
+        sparse=frozenset(fields.integers("moe_layers")) if listed else None,
+        kinds=kinds,
     )
-    inter = _size(fields, "moe_intermediate_size")
+
+
+def _family(fields: Fields) -> Family:
+    model_type = fields.text("model_type", default=None)
+    family = family_of(model_type)
+    if family is None:
+        expected = f"one of {sorted(FAMILIES)}"
+        hint = "build a MegaMoEBlock from its parts"
+        where = fields.where("model_type")
+        raise ValueError(_checks.message(where, expected, repr(model_type), hint))
+    return family
+
+
+def _keyed(fields: Fields, *names: str, default: int) -> tuple[str, int]:
+    """The first of the keys that is there, and its value; at least `default`."""
+    name = next((name for name in names if fields.get(name) is not None), names[0])
+    return name, max(fields.integer(name, default=default), default)
+
+
+def _block_spec(
+    fields: Fields, family: Family, layer_index: int | None, is_hashed: bool
+) -> BlockSpec:
+    def size(*names: str, minimum: int = 1, **default: int) -> int:
+        return fields.of_layer(layer_index, *names, minimum=minimum, **default)
+
+    inter = size(*family.intermediate_size)
+    count_key, count = family.shared_experts
+    if count_key:
+        count = size(count_key, minimum=0, default=count)
+    unit = size(family.shared_unit) if count and family.shared_unit else inter
+    router = Router(
+        num_experts=size("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"),
+        top_k=size("num_experts_per_tok", "experts_per_token", "moe_k", "moe_topk"),
+        scoring=_scoring(fields, family),
+        renormalize=_renormalizes(fields, family),
+        scaling_factor=fields.number("routed_scaling_factor") if family.has_scaling else 1.0,
+        num_groups=fields.integer("n_group", default=1) or 1 if family.has_groups else 1,
+        top_groups=fields.integer("topk_group", default=1) or 1 if family.has_groups else 1,
+        has_bias=family.has_bias,
+        has_correction_bias=family.has_correction_bias and not is_hashed,
+        table_size=size("vocab_size") if is_hashed else 0,
+        weighs_input=family.weighs_input,
+    )
+    alpha = fields.number("swiglu_alpha", default=family.alpha)
+    clamp = _limit(fields, family.clamp)
     return BlockSpec(
-        family=family,
-        hidden_size=_size(fields, "hidden_size"),
+        family=family.name,
+        hidden_size=size("hidden_size"),
         intermediate_size=inter,
         router=router,
-        shared_size=inter * fields.integer("n_shared_experts", default=0),
+        activation=Activation("swiglu", clamp=clamp, alpha=alpha, beta=family.beta),
+        shared_size=count * unit,
+        has_shared_gate=family.has_shared_gate,
+        has_expert_biases=family.has_expert_biases,
+        prefix=family.prefix,
     )
 
 
-def _deepseek_v4(fields: Fields, kind: str) -> BlockSpec:
-    hashed = kind == HASHED
-    router = Router(
-        num_experts=_size(fields, *_NUM_EXPERTS),
-        top_k=_size(fields, "num_experts_per_tok"),
-        scoring=fields.one_of("scoring_func", SCORINGS, default="sqrtsoftplus"),
-        renormalize=fields.flag("norm_topk_prob", default=True),
-        scaling_factor=fields.number("routed_scaling_factor"),
-        has_correction_bias=not hashed,
-        table_size=_size(fields, "vocab_size") if hashed else 0,
-    )
-    inter = _size(fields, "moe_intermediate_size")
-    return BlockSpec(
-        family="DeepSeek-V4",
-        hidden_size=_size(fields, "hidden_size"),
-        intermediate_size=inter,
-        router=router,
-        activation=Activation("swiglu", clamp=_limit(fields, default=None)),
-        shared_size=inter * fields.integer("n_shared_experts", default=0),
-        prefix="layers.{}.ffn",
-    )
+def _scoring(fields: Fields, family: Family) -> str:
+    if family.has_correction_bias:
+        fields.one_of("topk_method", ["noaux_tc"], default="noaux_tc")
+    first, other = family.scorings[0], family.other_scoring_func
+    known = [*family.scorings, *([other] if other else [])]
+    scoring = fields.one_of("scoring_func", known, default=first)
+    return first if scoring == other else scoring
 
 
-def _qwen3_moe(fields: Fields, kind: str) -> BlockSpec:
-    del kind
-    router = Router(
-        num_experts=_size(fields, *_NUM_EXPERTS),
-        top_k=_size(fields, "num_experts_per_tok"),
-        renormalize=fields.flag("norm_topk_prob"),
-    )
-    return BlockSpec(
-        family="Qwen3-MoE",
-        hidden_size=_size(fields, "hidden_size"),
-        intermediate_size=_size(fields, "moe_intermediate_size"),
-        router=router,
-    )
-
-
-def _qwen3_next(fields: Fields, kind: str) -> BlockSpec:
-    plain = _qwen3_moe(fields, kind)
-    return BlockSpec(
-        family="Qwen3-Next",
-        hidden_size=plain.hidden_size,
-        intermediate_size=plain.intermediate_size,
-        router=plain.router,
-        shared_size=_size(fields, "shared_expert_intermediate_size"),
-        has_shared_gate=True,
-    )
-
-
-def _gpt_oss(fields: Fields, kind: str) -> BlockSpec:
-    del kind
-    router = Router(
-        num_experts=_size(fields, *_NUM_EXPERTS),
-        top_k=_size(fields, "num_experts_per_tok", "experts_per_token"),
-        scoring="topk_softmax",
-        has_bias=True,
-    )
-    alpha = fields.number("swiglu_alpha", default=1.702)
-    return BlockSpec(
-        family="GPT-OSS",
-        hidden_size=_size(fields, "hidden_size"),
-        intermediate_size=_size(fields, "intermediate_size"),
-        router=router,
-        activation=Activation("swiglu", clamp=_limit(fields, 7.0), alpha=alpha, beta=1.0),
-        has_expert_biases=True,
-    )
+def _renormalizes(fields: Fields, family: Family) -> bool:
+    if not family.always_renormalizes:
+        default = {} if family.renormalize is None else dict(default=family.renormalize)
+        return fields.flag("norm_topk_prob", **default)
+    if not fields.flag("norm_topk_prob", default=True):
+        raise fields.wrong("norm_topk_prob", f"true, as in every model of {family.name}")
+    return True
 
 
 def _limit(fields: Fields, default: float | None) -> float | None:
@@ -297,25 +295,3 @@ def _limit(fields: Fields, default: float | None) -> float | None:
     if limit <= 0:
         raise fields.wrong("swiglu_limit", "a number > 0, or null for no clamp")
     return limit
-
-
-def _size(fields: Fields, *names: str) -> int:
-    """A positive integer."""
-    return fields.integer(*names, minimum=1)
-
-
-def _family(name: str) -> Callable[[Fields, str], BlockSpec]:
-    return lambda fields, kind: _deepseek_v3(fields, kind, name)
-
-
-_FAMILIES: Mapping[str, Callable[[Fields, str], BlockSpec]] = MappingProxyType(
-    {
-        "deepseek_v3": _family("DeepSeek-V3"),
-        "deepseek_v4": _deepseek_v4,
-        "gpt_oss": _gpt_oss,
-        "kimi_k2": _family("Kimi-K2"),
-        "qwen3_moe": _qwen3_moe,
-        "qwen3_next": _qwen3_next,
-    }
-)
-"""What reads the config of a family, by model_type."""

@@ -14,21 +14,23 @@ from jaxtyping import Array, BFloat16, Bool, Float32, Int32
 
 from jax_megamoe import _checks
 from jax_megamoe.config import MoEConfig
-from jax_megamoe.launch import deep_gemm
+from jax_megamoe.launch import deep_gemm, runnable
 from jax_megamoe.mesh import Axis, current_mesh
 from jax_megamoe.nn.variables import ExpertVariable, held, replicated
-from jax_megamoe.op.mega_moe import call, place_of
+from jax_megamoe.op.mega_moe import PORTABLE, call, place_of
 from jax_megamoe.op.transforms import Parameters, Place, Tokens
 from jax_megamoe.routing.rebalance import rebalance, solve_placement
 from jax_megamoe.routing.replicas import ReplicaMap, check_map, initial_map, placement_of
 from jax_megamoe.weights.checkpoint.load import Pairs, reload_experts
-from jax_megamoe.weights.experts import random_experts, to_layout
+from jax_megamoe.weights.experts import random_experts
 from jax_megamoe.weights.params import (
     ARRAY_FIELDS,
     ExpertWeights,
     check_weights,
     default_layout,
+    layout_of,
 )
+from jax_megamoe.weights.relayout import to_layout
 
 
 class MegaMoE(nnx.Module):
@@ -90,10 +92,10 @@ class MegaMoE(nnx.Module):
         if spread is not None:
             place_of(config, spread, axis, token_axes)
         layout = default_layout(config) if weights is None else weights.layout
-        if implementation in (None, "deep_gemm"):
+        if implementation not in PORTABLE:
             is_real = isinstance(spread, Mesh)
             device = spread.devices.flat[0] if is_real else deep_gemm.default_device()
-            layout = deep_gemm.runnable_layout(config, layout, device)
+            layout = runnable.runnable_layout(config, layout, device)
         if weights is None:
             if rngs is None:
                 raise ValueError(
@@ -303,7 +305,9 @@ class MegaMoE(nnx.Module):
     def _weights(self, read: Callable[[Any], Any]) -> ExpertWeights:
         variables = {name: getattr(self, name) for name in ARRAY_FIELDS}
         arrays = {name: None if each is None else read(each) for name, each in variables.items()}
-        return ExpertWeights(**arrays, format=self.config.weight_format.name)
+        present = {name: array for name, array in arrays.items() if array is not None}
+        layout = layout_of(self.config, present)
+        return ExpertWeights(**arrays, format=self.config.weight_format.name, layout=layout)
 
     def _set_map(self, eplb: ReplicaMap) -> None:
         for name in ("logical_to_physical", "num_replicas"):

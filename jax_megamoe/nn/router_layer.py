@@ -106,13 +106,16 @@ class RouterLayer(nnx.Module):
         """
         settings = self.settings
         experts, hidden_size = self.weight.shape
-        weight = tensors.take("gate.weight", "router.weight", shape=(experts, hidden_size))
+        names = ("gate.weight", "router.weight", "gate.wg.weight")
+        weight = tensors.take(*names, shape=(experts, hidden_size))
         arrays = dict(weight=weight.astype(np.float32) if weight.dtype == np.float16 else weight)
         if settings.has_bias:
             arrays["bias"] = tensors.take("router.bias", shape=(experts,)).astype(np.float32)
         if settings.has_correction_bias:
-            names = ("gate.e_score_correction_bias", "gate.bias")
-            arrays["correction_bias"] = tensors.take(*names, shape=(experts,)).astype(np.float32)
+            name = "e_score_correction_bias"
+            names = (f"gate.{name}", "gate.bias", name, f"moe_statics.{name}")
+            bias = tensors.take(*names, shape=(experts,), or_row=True)
+            arrays["correction_bias"] = bias.astype(np.float32)
         if settings.table_size:
             shape = (settings.table_size, settings.top_k)
             table = tensors.take("gate.tid2eid", shape=shape, dtypes=["int64", "int32"])

@@ -1,6 +1,7 @@
 """`SharedExpert`, the expert that every token goes to, where it is not fused into the kernel."""
 
 import logging
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +16,7 @@ from jaxtyping import Array, BFloat16, Float32
 from jax_megamoe.config import Activation, MoEConfig
 from jax_megamoe.nn.variables import held, replicated
 from jax_megamoe.numerics.expert import activate, matmul
+from jax_megamoe.plan import families
 from jax_megamoe.weights.checkpoint.block_tensors import BlockTensors
 
 _log = logging.getLogger("jax_megamoe")
@@ -81,7 +83,12 @@ class SharedExpert(nnx.Module):
 
 
 def unfused_reason(
-    config: MoEConfig, shared_size: int, is_whole: bool, has_gate: bool, stored: str | None
+    config: MoEConfig,
+    shared_size: int,
+    is_whole: bool,
+    has_gate: bool,
+    weighs_input: bool,
+    stored: str | None,
 ) -> str | None:
     """Why the shared expert is not fused; None where it is, or there is none.
 
@@ -90,21 +97,30 @@ def unfused_reason(
         shared_size: its intermediate size; 0: there is none.
         is_whole: the config's sizes are the model's.
         has_gate: a sigmoid gate weighs its output.
+        weighs_input: the routed experts' tokens are weighed, and its own are not.
         stored: precision that it must keep; None: any.
     """
     form, inter = config.weight_format.name, config.intermediate_size
     fused = config.shared_format
     reasons = {
         "a gate weighs its output": has_gate,
+        "its tokens are not those of the routed experts": weighs_input,
         "the model's sizes are rounded up": not is_whole,
         f"its size {shared_size} is no multiple of intermediate_size {inter}": shared_size % inter,
         f"{form} kernels fuse none": config.shared_format is None,
         f"it is stored as {stored}, and {form} kernels would fuse it as {fused}": (
             stored is not None and stored != fused
         ),
-        "sgl's NVFP4 kernel fuses none": form == "nvfp4" and config.kernel_source == "sgl",
+        f"{config.kernel_source}'s {form} kernel fuses none": _source_fuses_none(config),
     }
     return next((text for text, holds in reasons.items() if holds and shared_size), None)
+
+
+def _source_fuses_none(config: MoEConfig) -> bool:
+    """Whether no kernel of the source that the config insists on fuses a shared expert."""
+    found = families.candidates(config) if config.kernel_source else ()
+    fusing = replace(config, num_shared_experts=max(1, config.num_shared_experts))
+    return bool(found) and all(family.unsupported(fusing) is not None for family in found)
 
 
 @lru_cache

@@ -346,6 +346,19 @@ def times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:
     return x * first * second
 
 
+def scale_factors(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Two float32 that are 0 or normal and whose product is the float32 `scale`.
+
+    XLA:CPU takes a denormal scale for zero, though what it scales need not become denormal: 448 *
+    2^-127 is not. So a denormal, m * 2^-149, is m * 2^-74 and 2^-75.
+    """
+    bits = lax.bitcast_convert_type(scale, jnp.int32)
+    magnitude = (bits & 0x7FFFFF).astype(jnp.float32) * jnp.float32(2**-74)
+    is_denormal = (bits & _INFINITY) == 0
+    first = jnp.where(is_denormal, jnp.where(bits < 0, -magnitude, magnitude), scale)
+    return first, jnp.where(is_denormal, jnp.float32(2**-75), jnp.float32(1))
+
+
 def power_of_two_above(largest: jax.Array, limit: float) -> jax.Array:
     """UE8M0 exponent (int32) of the smallest power of two s with `largest` <= `limit` s.
 

@@ -48,9 +48,12 @@ def matmul(x: Float[Array, "rows k"], w: Float[Array, "n k"]) -> Float32[Array, 
     """x @ w.T accumulated in float32.
 
     Float32 is multiplied as such, where a GPU would round it to TF32 and a TPU to BF16: it is
-    fp8_block's decoded values, which neither holds.
+    decoded fp8_block values, which neither holds.
     """
-    precision = lax.Precision.HIGHEST if x.dtype == w.dtype == jnp.float32 else None
+    wide = jnp.float32 in (x.dtype, w.dtype)
+    if wide:
+        x, w = x.astype(jnp.float32), w.astype(jnp.float32)
+    precision = lax.Precision.HIGHEST if wide else None
     contract = (((x.ndim - 1,), (w.ndim - 1,)), ((), ()))
     return lax.dot_general(x, w, contract, precision=precision, preferred_element_type=jnp.float32)
 
@@ -129,7 +132,8 @@ def second_input(
     and 5).
 
     The result holds the decoded values, bfloat16 where those are exact (NVFP4: without the global
-    activation scale, which the kernel folds into the output's factor), float32 for fp8_block.
+    activation scale, which the kernel folds into the output's factor), float32 for fp8_block
+    activations.
 
     Args:
         act: `rounded_activation`.
@@ -156,6 +160,9 @@ def second_input(
         exact = act if activation_scale is None else act / activation_scale
         quantised = quantization.requantize_l2_nvfp4(fixed, activation_scale)
         rounded = quantization.dequantize_nvfp4(*quantised, jnp.float32(1)).astype(jnp.bfloat16)
+    elif rounding.power_of_two_scales:
+        quantised = quantization.requantize_l2_fp8_power(fixed)
+        rounded = quantization.dequantize_mxfp8(*quantised)
     else:
         quantised = quantization.requantize_l2_fp8_block(fixed)
         rounded = quantization.dequantize_tokens_fp8_block(*quantised)

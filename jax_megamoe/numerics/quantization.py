@@ -33,6 +33,7 @@ from jax_megamoe.numerics.elements import (
     pack_words,
     power_of_two_above,
     power_of_two_factors,
+    scale_factors,
     split_blocks,
     times_power_of_two,
     to_e4m3,
@@ -69,6 +70,7 @@ __all__ = [
     "quantize_tokens_mxfp8",
     "quantize_tokens_nvfp4",
     "requantize_l2_fp8_block",
+    "requantize_l2_fp8_power",
     "requantize_l2_mxfp8",
     "requantize_l2_nvfp4",
     "ue8m0_to_float32",
@@ -84,6 +86,7 @@ NVFP4_BLOCK_FLOOR = 2.0**-9
 
 _MX_AMAX_FLOOR = 1e-4
 _FP8_AMAX_FLOOR = 1e-10
+_SMALLEST_NORMAL = 2.0**-126
 
 
 def quantize_mxfp8(x: ArrayLike, *, block: int = 32) -> tuple[jax.Array, jax.Array]:
@@ -288,6 +291,27 @@ def requantize_l2_fp8_block(a: ArrayLike) -> tuple[jax.Array, jax.Array]:
     return quantize_fp8_rows(a, by_product=True)
 
 
+def requantize_l2_fp8_power(a: ArrayLike) -> tuple[jax.Array, jax.Array]:
+    """The second matmul's input on SM90 with 4-bit weights from `a` [..., K]: float8_e4m3fn [...,
+    K] and UE8M0 bytes, uint8 [..., K / 128].
+
+    As FlashInfer's kernels: the scale is the smallest power of two s with amax <= 448 s, without a
+    floor; a block whose scale would not be a normal number is 0, one with an infinity NaN.
+
+    Raises:
+        TypeError: `a` is not bfloat16, float16 or float32.
+        ValueError: K is not a multiple of 128.
+    """
+    grouped = split_blocks("a", to_float32("a", a), 128)
+    largest = block_amax(grouped, (-1,), skip_nan=True)
+    exponents = power_of_two_above(jnp.maximum(largest, _SMALLEST_NORMAL), E4M3_MAX)
+    vanishes = exponents < 1
+    exponents = jnp.where(jnp.isinf(largest), 255, jnp.where(vanishes, 0, exponents))
+    scaled = times_power_of_two(grouped, 127 - jnp.minimum(exponents, 254))
+    values = to_e4m3(jnp.where(vanishes, 0, scaled))
+    return values.reshape(jnp.shape(a)), exponents[..., 0].astype(jnp.uint8)
+
+
 def dequantize_mxfp8(values: ArrayLike, exponents: ArrayLike) -> jax.Array:
     """float32 [..., K] of E4M3 values [..., K] and UE8M0 exponents [..., K / block]; results below
     2^-126 may be 0.
@@ -337,7 +361,9 @@ def dequantize_fp8_block(values: ArrayLike, scales: ArrayLike) -> jax.Array:
     """
     _checks.dtype("values", values, ["float8_e4m3fn"])
     _checks.dtype("scales", scales, ["float32"])
-    return from_e4m3(values) * expand_scales("scales", jnp.asarray(scales), jnp.shape(values))
+    factors = scale_factors(jnp.asarray(scales))
+    first, second = (expand_scales("scales", each, jnp.shape(values)) for each in factors)
+    return from_e4m3(values) * first * second
 
 
 dequantize_tokens_fp8_block = dequantize_fp8_block

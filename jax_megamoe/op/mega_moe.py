@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, BFloat16, Bool, Float32, Int32
 
 from jax_megamoe import _checks, symmetric_memory
-from jax_megamoe import compile as compiler
 from jax_megamoe.config import MoEConfig
-from jax_megamoe.launch import deep_gemm
+from jax_megamoe.formats import GROUPED_LAYOUTS
+from jax_megamoe.launch import deep_gemm, grouped
 from jax_megamoe.mesh import axis_names, explicit_mesh, gathered
 from jax_megamoe.op.transforms import (
     Axis,
@@ -29,11 +29,15 @@ from jax_megamoe.op.transforms import (
     run,
     zero_padding,
 )
+from jax_megamoe.plan import families
+from jax_megamoe.plan.refusal import Refusal
 from jax_megamoe.routing.replicas import ReplicaMap, check_map
 from jax_megamoe.routing.stats import capture
 from jax_megamoe.weights.params import ExpertWeights, check_weights
 
-IMPLEMENTATIONS = ("deep_gemm", "xla", "reference")
+GROUPED = "grouped"
+PORTABLE = ("xla", "reference")
+"""Implementations without a kernel; the others are those of the kernel families, and GROUPED."""
 
 _log = logging.getLogger("jax_megamoe")
 
@@ -97,8 +101,8 @@ def mega_moe(  # noqa: PLR0913 (one keyword for each thing a call may need)
             traced.
         shared_experts: an unfused shared expert: its value for x, padded rows 0, is added. An
             error where `weights` hold a fused one.
-        implementation: ``"deep_gemm"``, ``"xla"`` or ``"reference"``; None for the fastest that
-            runs here. A named one never falls back.
+        implementation: ``"deep_gemm"``, ``"grouped"``, ``"xla"`` or ``"reference"``; None for the
+            fastest that runs here with weights in this layout. A named one never falls back.
         return_stats: also return the tokens of each local expert.
         name: what a `capture_routing` callback is told.
 
@@ -343,18 +347,24 @@ def _names(entry: Any) -> tuple[str, ...]:
 def _choose(
     config: MoEConfig, weights: ExpertWeights, place: Place, x: Any, implementation: str | None
 ) -> Call:
-    """The implementation, and deep_gemm's route to its kernel."""
+    """The implementation, and a kernel's route."""
     call = Call(config, place, "xla")
-    if implementation is None:
-        try:
-            return _deep_gemm(call, weights, x)
-        except (NotImplementedError, ValueError, ImportError, compiler.MissingDependency) as error:
-            _log_fallback(config, str(error))
-            return call
-    _checks.one_of("implementation", implementation, IMPLEMENTATIONS)
-    if implementation == "deep_gemm":
-        return _deep_gemm(call, weights, x)
-    return call._replace(implementation=implementation)
+    if implementation in PORTABLE:
+        return call._replace(implementation=implementation)
+    if implementation is not None:
+        known = (*families.implementations(), GROUPED, *PORTABLE)
+        _checks.one_of("implementation", implementation, known)
+    by_layout = implementation is None and weights.layout in GROUPED_LAYOUTS
+    if by_layout or implementation == GROUPED:
+        route = _grouped_route(call, weights, x)
+    else:
+        route = _route(call, weights, x, implementation)
+    if not isinstance(route, Refusal):
+        return call._replace(implementation=route.implementation, route=route)
+    if implementation is not None:
+        raise route.error()
+    _log_fallback(config, route.reason)
+    return call
 
 
 @lru_cache
@@ -364,7 +374,9 @@ def _log_fallback(config: MoEConfig, reason: str) -> None:
     _log.log(level, "%s runs implementation xla: %s", config, reason)
 
 
-def _deep_gemm(call: Call, weights: ExpertWeights, x: Any) -> Call:
+def _route(
+    call: Call, weights: ExpertWeights, x: Any, implementation: str | None
+) -> deep_gemm.Route | Refusal:
     place = call.place
     if place.axis is None:
         concrete = isinstance(x, jax.Array) and not isinstance(x, Tracer)
@@ -374,12 +386,24 @@ def _deep_gemm(call: Call, weights: ExpertWeights, x: Any) -> Call:
         groups = symmetric_memory.groups_of(place.mesh, place.axis)
     else:
         groups = None
-    route = deep_gemm.find_route(
+    return deep_gemm.try_route(
         call.config,
         groups,
         place.axis,
         num_ranks=place.num_ranks,
         weights=weights,
         num_tokens=x.shape[0] if place.inside else -(-x.shape[0] // place.num_parts),
+        implementation=implementation,
     )
-    return call._replace(implementation="deep_gemm", route=route)
+
+
+def _grouped_route(call: Call, weights: ExpertWeights, x: Any) -> grouped.GroupedRoute | Refusal:
+    place = call.place
+    device = deep_gemm.default_device()
+    if place.axis is None and isinstance(x, jax.Array) and not isinstance(x, Tracer):
+        device = min(x.devices(), key=lambda device: device.id)
+    elif isinstance(place.mesh, Mesh):
+        device = place.mesh.devices.flat[0]
+    return grouped.try_route(
+        call.config, device, weights, num_tokens=x.shape[0], num_ranks=place.num_ranks
+    )

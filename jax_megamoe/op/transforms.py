@@ -20,10 +20,11 @@ from jax_megamoe import _checks
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.formats import RECIPES
 from jax_megamoe.launch import deep_gemm
+from jax_megamoe.launch.grouped import GroupedRoute
 from jax_megamoe.mesh import Axis, axis_names, reshard, vary, varying_axes
 from jax_megamoe.numerics import expert
 from jax_megamoe.numerics.tokens import quantize_tokens
-from jax_megamoe.op import reference, xla
+from jax_megamoe.op import grouped, reference, xla
 from jax_megamoe.op.staged_tokens import StagedTokens, stage
 from jax_megamoe.routing.replicas import ReplicaMap
 from jax_megamoe.weights.params import ExpertWeights, recipe_for
@@ -74,12 +75,12 @@ class Place(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What is static of a call: the implementation chosen, deep_gemm's route to its kernel."""
+    """What is static of a call: the implementation chosen, and the route to its kernels."""
 
     config: MoEConfig
     place: Place
     implementation: str
-    route: deep_gemm.Route | None = None
+    route: deep_gemm.Route | GroupedRoute | None = None
     with_stats: bool = False
 
 
@@ -119,10 +120,11 @@ def _differentiable(tokens: Tokens, parameters: Parameters, call: Call) -> Resul
 def _differentiable_fwd(
     tokens: Tokens, parameters: Parameters, call: Call
 ) -> tuple[Result, tuple[Tokens, Parameters]]:
-    if call.implementation == "deep_gemm":
-        expected = "xla or reference where gradients are taken: deep_gemm has none"
+    if call.route is not None:
+        name = call.implementation
+        expected = f"xla or reference where gradients are taken: {name} has none"
         hint = "pass implementation='xla'"
-        raise NotImplementedError(_checks.message("implementation", expected, "deep_gemm", hint))
+        raise NotImplementedError(_checks.message("implementation", expected, name, hint))
     return _differentiable(tokens, parameters, call), (tokens, parameters)
 
 
@@ -215,21 +217,24 @@ def _compute(tokens: Tokens, parameters: Parameters, call: Call) -> Result:
 def _launch(tokens: Tokens, parameters: Parameters, call: Call) -> Result:
     """One rank's part of a call by the kernels."""
     config, weights, route = call.config, parameters.weights, call.route
-    assert route is not None
+    options: dict[str, Any] = dict(
+        config=config,
+        axis=call.place.axis,
+        padding_mask=tokens.padding_mask,
+        eplb=parameters.eplb,
+        with_stats=call.with_stats,
+    )
     with jax.named_scope("mega_moe/launch"):
-        y, counts = deep_gemm.moe(
-            *tokens[:3],
-            weights,
-            config=config,
-            route=route,
-            axis=call.place.axis,
-            padding_mask=tokens.padding_mask,
-            eplb=parameters.eplb,
-            with_stats=call.with_stats,
-        )
+        if isinstance(route, GroupedRoute):
+            y, counts = grouped.moe(*tokens[:3], weights, route=route, **options)
+            fuses_shared = False
+        else:
+            assert route is not None
+            y, counts = deep_gemm.moe(*tokens[:3], weights, route=route, **options)
+            fuses_shared = route.fuses_shared
     if weights.shared is None:
         return y, counts  # a row without experts comes out 0
-    if not route.fuses_shared:
+    if not fuses_shared:
         assert config.shared_format is not None
         with jax.named_scope("mega_moe/shared"):
             quantised = quantize_tokens(tokens.x, RECIPES[config.shared_format])

@@ -13,17 +13,17 @@ from jax import lax
 from jaxtyping import Array, BFloat16, Float32, Int32, UInt16
 
 from jax_megamoe.config import MoEConfig
-from jax_megamoe.formats import INTERLEAVE_8, RECIPES, Recipe
+from jax_megamoe.formats import GROUPED_LAYOUTS, INTERLEAVE_8, RECIPES, Recipe
 from jax_megamoe.mesh import Axis
 from jax_megamoe.numerics import expert
 from jax_megamoe.numerics.tokens import QuantizedTokens, restore_tokens
+from jax_megamoe.op.exchange import exchanged
 from jax_megamoe.op.staged_tokens import StagedTokens
 from jax_megamoe.weights.experts import stored_matrix
 from jax_megamoe.weights.layout import join_rows
 from jax_megamoe.weights.params import ExpertWeights, recipe_for
+from jax_megamoe.weights.regroup import restored_fields
 
-_SLACK = 1.25
-"""Rows that one exchange carries to a rank, over an even share; the rest go in another round."""
 _MIN_ROWS = 8
 _MAX_BLOCK = 128
 """Rows of one expert that are multiplied at once, at most."""
@@ -50,6 +50,8 @@ class _Mlp:
     recipe: Recipe
     layout: str
     activation_scale: Array | None = None
+    stored_layout: str | None = None
+    """Of the grouped products, where parameters have it: an expert's are converted as it runs."""
 
 
 def moe(
@@ -137,6 +139,8 @@ def _routed_mlp(weights: ExpertWeights, config: MoEConfig, axis: Axis | None) ->
     scale = None
     if recipe.activations.has_global_scale:
         scale = expert.input_scale(weights.w2_input_scale, axis)
+    if weights.layout in GROUPED_LAYOUTS:
+        return _Mlp(config, recipe, INTERLEAVE_8, scale, weights.layout)
     return _Mlp(config, recipe, weights.layout, scale)
 
 
@@ -193,34 +197,24 @@ def _exchanged_slots(
     num_ranks: int,
 ) -> Array:
     """Every slot's row, sent to its expert's rank and back in rounds."""
-    num_rows, local_experts = staged.topk_ids.size, weights.w13_weight.shape[0]
-    capacity = min(num_rows, max(_MIN_ROWS, int(_SLACK * num_rows / num_ranks)))
+    local_experts = weights.w13_weight.shape[0]
     ids = staged.topk_ids.reshape(-1)
-    num_experts = num_ranks * local_experts
-    order = jnp.argsort(jnp.where(ids < 0, num_experts, ids), stable=True)
-    counts = expert.count_tokens(staged.topk_ids, num_experts)
-    to_rank = counts.reshape(num_ranks, local_experts).sum(1, dtype=jnp.int32)
-    first = jnp.cumsum(to_rank, dtype=jnp.int32) - to_rank
 
-    def exchange(array: Array) -> Array:
-        return lax.all_to_all(array, axis, 0, 0, tiled=True)
-
-    def one_round(i: Array, slots: Array) -> Array:
-        nth = i * capacity + jnp.arange(capacity, dtype=jnp.int32)
-        sent = nth[None, :] < to_rank[:, None]
-        row = order[jnp.where(sent, first[:, None] + nth[None, :], 0)].reshape(-1)
-        local_id = jnp.where(sent.reshape(-1), ids[row] % local_experts, local_experts)
-        rows, local_id = jax.tree.map(exchange, (_token_rows(staged, cotangent, row), local_id))
+    def apply(rows: _Rows, local_id: Array) -> Array:
         by_expert = jnp.argsort(local_id, stable=True)
         received = jnp.zeros(local_experts, jnp.int32).at[local_id].add(1, mode="drop")
         rows = jax.tree.map(lambda array: array[by_expert], rows)
-        out = exchange(_grouped(rows, received, weights, mlp)[jnp.argsort(by_expert)])
-        target = jnp.where(sent.reshape(-1), row, num_rows)
-        return slots.at[target].set(out, mode="drop")
+        return _grouped(rows, received, weights, mlp)[jnp.argsort(by_expert)]
 
-    empty = _empty(num_rows, cotangent is not None, mlp, ids, weights.w13_weight)
-    rounds = lax.pmax(jnp.max(-(-to_rank // capacity)), axis)
-    return lax.fori_loop(0, rounds, one_round, empty)
+    return exchanged(
+        ids,
+        _empty(ids.size, cotangent is not None, mlp, ids, weights.w13_weight),
+        lambda row: _token_rows(staged, cotangent, row),
+        apply,
+        local_experts=local_experts,
+        axis=axis,
+        num_ranks=num_ranks,
+    )
 
 
 def _empty(num_rows: int, backward: bool, mlp: _Mlp, *like: Array) -> Array:
@@ -305,6 +299,8 @@ def _expert_fields(weights: ExpertWeights, e: Array, mlp: _Mlp) -> dict[str, Any
     # the loop.
     routed, e = lax.optimization_barrier((routed, e))
     one = {name: array[e] for name, array in routed.items()}
+    if mlp.stored_layout is not None:
+        one |= restored_fields(one, mlp.recipe.weights, mlp.stored_layout, mlp.layout)
     bias = one.get("w13_bias")
     fields: dict[str, Any] = {
         "w13": _decode(one, "w13_weight", mlp),
@@ -313,7 +309,7 @@ def _expert_fields(weights: ExpertWeights, e: Array, mlp: _Mlp) -> dict[str, Any
         "w2_bias": one.get("w2_bias"),
     }
     fields["l1_alpha"], fields["l2_alpha"] = None, mlp.activation_scale
-    if mlp.recipe.weights.weight.has_global_scale:
+    if "w2_weight_scale_2" in one:
         scale = one["w2_weight_scale_2"]
         fields["l1_alpha"] = one["w13_weight_scale_2"]
         fields["l2_alpha"] = scale if mlp.activation_scale is None else scale * mlp.activation_scale

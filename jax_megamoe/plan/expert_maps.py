@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from jax_megamoe.plan.family import Activations, Family, Weights
 from jax_megamoe.plan.heuristics import BLOCK_N, Tiles
 from jax_megamoe.plan.launch import TensorMap
 from jax_megamoe.plan.operand import SYMMETRIC_BUFFER, Operand
 from jax_megamoe.plan.problem import Problem
+from jax_megamoe.plan.sm100_traits import Activations, Sm100Traits, Weights
 from jax_megamoe.plan.symmetric_buffer import (
     BufferLayout,
     shared_activations,
@@ -37,45 +37,45 @@ class _Experts:
 
 
 def expert_maps(
-    family: Family, problem: Problem, layout: BufferLayout, tiles: Tiles
+    traits: Sm100Traits, problem: Problem, layout: BufferLayout, tiles: Tiles
 ) -> list[TensorMap]:
     """Maps of the routed experts, then of the shared ones.
 
     Without fused shared experts the routed maps stand in for the shared ones, and so do the routed
     scale maps where shared experts have no scales but the kernel takes maps of them.
     """
-    weights = family.weights[problem.weight_format]
+    weights = traits.weights[problem.weight_format]
     routed = _Experts(
         "",
         ("w13_weight", "w2_weight"),
-        family.activations,
+        traits.activations,
         weights,
-        family.scale_block,
-        family.block_k,
+        traits.scale_block,
+        traits.block_k,
         problem.local_experts,
         problem.intermediate_size,
     )
     maps = _maps(routed, problem, layout, tiles)
     shared = dict(maps)
     if problem.num_shared_experts:
-        shared |= _maps(_shared(family, problem), problem, layout, tiles)
-    if family.shared_source == "caller":
+        shared |= _maps(_shared(traits, problem), problem, layout, tiles)
+    if traits.shared_source == "caller":
         shared = {name: spec for name, spec in shared.items() if not name.endswith("_sf")}
     return [TensorMap(name, spec) for name, spec in maps.items()] + [
         TensorMap(f"shared_{name}", spec) for name, spec in shared.items()
     ]
 
 
-def _shared(family: Family, problem: Problem) -> _Experts:
-    block = shared_scale_block(family, problem)
-    acts = shared_activations(family, problem)
+def _shared(traits: Sm100Traits, problem: Problem) -> _Experts:
+    block = shared_scale_block(traits, problem)
+    acts = shared_activations(traits, problem)
     return _Experts(
         "shared_",
         ("shared_l1_weight", "shared_l2_weight"),
         acts,
-        family.shared[problem.shared_format or ""],
+        traits.shared[problem.shared_format or ""],
         block,
-        family.block_k if acts is family.activations else 1024 // acts.bits,
+        traits.block_k if acts is traits.activations else 1024 // acts.bits,
         1,
         problem.num_shared_experts * problem.intermediate_size,
     )

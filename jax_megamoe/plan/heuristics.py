@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from jax_megamoe.plan.arithmetic import align, ceil_div, float32
 from jax_megamoe.plan.device import DeviceSpec
-from jax_megamoe.plan.family import Family
 from jax_megamoe.plan.problem import Problem
+from jax_megamoe.plan.sm100_traits import Sm100Traits
 
 TOKEN_ALIGNMENT = 1920
 """Buffers hold a multiple of this many tokens: every tile height divides it."""
@@ -43,13 +43,13 @@ def full_pool_tokens(problem: Problem) -> int:
     return align(received_tokens(problem, aligned_tokens(problem)) + padding, TOKEN_ALIGNMENT)
 
 
-def ring_tokens(family: Family, problem: Problem, num_sms: int) -> int:
+def ring_tokens(traits: Sm100Traits, problem: Problem, num_sms: int) -> int:
     """Rows of received tokens that are live at once: the ring between dispatch and layer 2.
 
     It depends on the SM count: ranks with different counts would have different buffers.
     """
     tokens = aligned_tokens(problem)
-    if family.full_pool_from is not None and tokens >= family.full_pool_from:
+    if traits.full_pool_from is not None and tokens >= traits.full_pool_from:
         return full_pool_tokens(problem)
     received = received_tokens(problem, tokens)
     need = max(_ring_need(problem, num_sms // 2, block, received) for block in _RING_BLOCKS)
@@ -70,9 +70,9 @@ def _ring_need(problem: Problem, clusters: int, block: int, received: int) -> in
     return block * min(blocks, live + grow + ceil_div(clusters, min(l1_tiles, l2_tiles)))
 
 
-def scale_ring_tokens(family: Family, ring: int) -> int:
+def scale_ring_tokens(traits: Sm100Traits, ring: int) -> int:
     """Rows of scales for a ring: the worst tile, 8 rows, is padded to 128."""
-    return 16 * ring if family.scale_block else 0
+    return 16 * ring if traits.scale_block else 0
 
 
 def shared_scale_tokens(problem: Problem) -> int:
@@ -104,32 +104,24 @@ def likely_tokens(problem: Problem) -> float:
     return float32(mean + float32(math.sqrt(mean)))
 
 
-def block_m(family: Family, problem: Problem, device: DeviceSpec) -> int:
+def block_m(traits: Sm100Traits, problem: Problem, device: DeviceSpec) -> int:
     """Tile height: 16, 32, 64, 128, 192 or 240 tokens."""
-    if family.stem == "sm100_fp4_fp4_mega_moe" and _measured_exception(problem, device):
-        return 64
+    if (measured := traits.measured_tile(problem, device)) is not None:
+        return measured
     mean, likely = tokens_per_expert(problem), likely_tokens(problem)
     if mean <= 10:
         return 16
     if mean <= 24:
         return 32
     few = problem.local_experts <= 13
-    if family.max_tile is not None:
-        if likely <= (family.max_tile if few else _LARGE_TILES[-1]):
+    if traits.max_tile is not None:
+        if likely <= (traits.max_tile if few else _LARGE_TILES[-1]):
             return next(tile for tile in _LARGE_TILES if tile >= likely)
-        return 128 if math.ceil(likely / family.max_tile) * 128 >= likely else family.max_tile
+        return 128 if math.ceil(likely / traits.max_tile) * 128 >= likely else traits.max_tile
     tiles, first = math.ceil(likely / _LARGE_TILES[-1]), 0
     if tiles == 1 and likely > 192 and few:
         tiles, first = 2, 1
     return next(tile for tile in _LARGE_TILES[first:] if tiles * tile >= likely)
-
-
-def _measured_exception(problem: Problem, device: DeviceSpec) -> bool:
-    return (
-        (device.arch, device.num_sms) == (103, 148)
-        and (problem.num_ranks, problem.num_experts, problem.top_k) == (4, 256, 8)
-        and 32 <= problem.num_tokens <= 64
-    )
 
 
 @dataclass(frozen=True)
@@ -155,24 +147,26 @@ class Tiles:
     combine_bytes: int
 
 
-def tiles(family: Family, problem: Problem, device: DeviceSpec) -> Tiles:
+def tiles(traits: Sm100Traits, problem: Problem, device: DeviceSpec) -> Tiles:
     """Tiles for this number of tokens."""
-    return tiles_of_height(family, problem, device, block_m(family, problem, device))
+    return tiles_of_height(traits, problem, device, block_m(traits, problem, device))
 
 
-def tiles_of_height(family: Family, problem: Problem, device: DeviceSpec, height: int) -> Tiles:
+def tiles_of_height(
+    traits: Sm100Traits, problem: Problem, device: DeviceSpec, height: int
+) -> Tiles:
     """Tiles of a given height, with as many stages as fit shared memory."""
-    store_m = _store_rows(family, height)
+    store_m = _store_rows(traits, height)
     scale_m = align(height, 128)
-    pull = pull_bytes(family, problem)
+    pull = pull_bytes(traits, problem)
     # Layer 1 stores two stages of 64 columns, layer 2 one stage of 128 BF16, each per warpgroup.
-    output = align(max(256 * store_m[0] * family.operand_bits // 8, 512 * store_m[1]), 1024)
+    output = align(max(256 * store_m[0] * traits.operand_bits // 8, 512 * store_m[1]), 1024)
     fixed = align(4 * problem.num_experts, 1024) + align(4 * pull, 1024) + output
-    fixed += 32 * store_m[0] if family.reduces_amax else 0
-    barriers = _FIXED_BARRIERS * _BARRIER_BYTES + 4 + family.lookup_bytes
-    stage = (height // 2 + BLOCK_N) * family.block_k * family.operand_bits // 8
-    if family.scale_block:
-        stage += (scale_m + BLOCK_N) * family.block_k // family.scale_block
+    fixed += 32 * store_m[0] if traits.reduces_amax else 0
+    barriers = _FIXED_BARRIERS * _BARRIER_BYTES + 4 + traits.lookup_bytes
+    stage = (height // 2 + BLOCK_N) * traits.block_k * traits.operand_bits // 8
+    if traits.scale_block:
+        stage += (scale_m + BLOCK_N) * traits.block_k // traits.scale_block
     full = stage + 2 * _BARRIER_BYTES
     stages = (device.smem_capacity - fixed - _TASK_BYTES - barriers) // full
     reusable = fixed + _TASK_BYTES + stages * stage
@@ -181,18 +175,18 @@ def tiles_of_height(family: Family, problem: Problem, device: DeviceSpec, height
     )
 
 
-def _store_rows(family: Family, height: int) -> tuple[int, int]:
-    if height == 240 and family.activations.dtype == "float8_e4m3fn":
-        return 24, 8
-    wide = 48 if family.source == "sgl" else 32
-    rows = {16: 8, 32: 16, 64: 16, 128: 32, 192: wide, 240: 40}[height]
+def _store_rows(traits: Sm100Traits, height: int) -> tuple[int, int]:
+    of_192, of_240 = traits.store_rows
+    if height == 240:
+        return of_240
+    rows = {16: 8, 32: 16, 64: 16, 128: 32, 192: of_192}[height]
     return rows, rows
 
 
-def pull_bytes(family: Family, problem: Problem) -> int:
+def pull_bytes(traits: Sm100Traits, problem: Problem) -> int:
     """Bytes of one copy of a remote token: a row, or an equal part of it."""
-    limit = MAX_PULL_BYTES // 2 if family.activations.bits == 16 else MAX_PULL_BYTES
-    pull = problem.hidden_size * family.activations.bits // 8
+    limit = MAX_PULL_BYTES // 2 if traits.activations.bits == 16 else MAX_PULL_BYTES
+    pull = problem.hidden_size * traits.activations.bits // 8
     while pull > limit:
         pull //= 2
     return pull

@@ -21,14 +21,16 @@ class KernelSpec:
     """One instantiation of a kernel template: all that a compiler must know.
 
     Attributes:
-        source: distribution the header comes from: ``"sgl"``, ``"vllm"``, ``"flashinfer"`` or
-            ``"jax_megamoe"``.
+        source: distribution the header comes from: ``"sgl"``, ``"vllm"``, ``"flashinfer"``,
+            ``"humming"`` or ``"jax_megamoe"``.
         arch: the compiler's architecture, for example ``"sm_100f"``.
         header: as included, for example ``"deep_gemm/impls/sm90_fp8_mega_moe.cuh"``.
         symbol: the template's name inside the source's namespace.
         template_args: C++ text of each argument, in order.
         parameter_types: C++ type of each kernel parameter, in order; asserted when compiling.
         prelude: C++ text before the header is included: macros that change it.
+        unit: numbers and names that `humming_unit.decoded` makes a product and its tiles of, whose
+            macros and classes stand around the header; empty for other sources.
         options: of the compiler.
     """
 
@@ -39,6 +41,7 @@ class KernelSpec:
     template_args: tuple[str, ...]
     parameter_types: tuple[str, ...]
     prelude: str = ""
+    unit: tuple[str, ...] = ()
     options: CodeOptions = CodeOptions()
 
 

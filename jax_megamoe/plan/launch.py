@@ -29,6 +29,14 @@ class Uint32:
 
 
 @dataclass(frozen=True)
+class Bool:
+    """A C++ bool, one byte, by value."""
+
+    name: str
+    value: bool
+
+
+@dataclass(frozen=True)
 class Float32:
     """A 32-bit float, by value."""
 
@@ -54,7 +62,7 @@ class TensorMap:
     spec: TensorMapSpec
 
 
-KernelArgument = Pointer | Uint32 | Float32 | SymmetricBuffer | TensorMap
+KernelArgument = Pointer | Bool | Uint32 | Float32 | SymmetricBuffer | TensorMap
 
 
 def optional(name: str, operand: str, present: bool) -> Pointer:
@@ -106,16 +114,18 @@ class LaunchPlan:
 
 
 _TENSOR_MAP_BYTES, _SYM_BUFFER_BYTES = 128, 592
-_SM90_BASE, _SM100_BASE = 0x210, 0x380
+_BASES = {8: 0x160, 9: 0x210}
+_BLACKWELL_BASE = 0x380
 
 
 def parameter_block(launch: KernelLaunch) -> tuple[tuple[int, int], ...]:
     """(offset, bytes) of each kernel parameter in one packed block.
 
     Alignment is C's, but tensor maps are 128-aligned in the constant bank, where the block itself
-    starts at 0x380 (SM100) or 0x210 (SM90).
+    starts at 0x380 (SM100 and SM120), 0x210 (SM90) or 0x160 (SM80 and SM89).
     """
-    base = _SM90_BASE if launch.kernel.arch.startswith("sm_9") else _SM100_BASE
+    number = int("".join(filter(str.isdigit, launch.kernel.arch)))
+    base = _BASES.get(number // 10, _BLACKWELL_BASE)
     placed: list[tuple[int, int]] = []
     end = 0
     for argument in launch.arguments:
@@ -126,6 +136,8 @@ def parameter_block(launch: KernelLaunch) -> tuple[tuple[int, int], ...]:
                 size, start = _SYM_BUFFER_BYTES, align(end, 8)
             case Pointer():
                 size, start = 8, align(end, 8)
+            case Bool():
+                size, start = 1, end
             case Uint32() | Float32():
                 size, start = 4, align(end, 4)
         placed.append((start, size))

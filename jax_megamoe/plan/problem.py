@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from jax_megamoe.config import MoEConfig
+
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
@@ -71,3 +73,24 @@ class Problem:
     def fused_shared_experts(self) -> int:
         """Shared experts whose weights are passed: the kernel's own count."""
         return 0 if self.shared_format is None else self.num_shared_experts
+
+
+def problem_of(config: MoEConfig, num_ranks: int, num_tokens: int) -> Problem:
+    """A call's numbers, as far as every family has them alike."""
+    return Problem(
+        num_ranks=num_ranks,
+        num_experts=config.num_experts,
+        top_k=config.top_k,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        max_num_tokens=config.max_num_tokens,
+        num_tokens=num_tokens,
+        weight_format=config.weight_format.name,
+        num_shared_experts=config.num_shared_experts,
+        shared_format=config.shared_format if config.num_shared_experts else None,
+        activation=config.activation.name,
+        clamp=config.activation.clamp,
+        alpha=config.activation.alpha,
+        beta=config.activation.beta,
+        fast_math=config.fast_math,
+    )

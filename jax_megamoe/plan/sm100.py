@@ -10,7 +10,6 @@ from functools import cached_property
 from jax_megamoe.plan import heuristics
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.expert_maps import expert_maps
-from jax_megamoe.plan.family import Family
 from jax_megamoe.plan.kernel import KernelSpec, LaunchConfig
 from jax_megamoe.plan.launch import (
     KernelArgument,
@@ -22,6 +21,7 @@ from jax_megamoe.plan.launch import (
 )
 from jax_megamoe.plan.operand import Operand
 from jax_megamoe.plan.problem import Problem
+from jax_megamoe.plan.sm100_traits import Sm100Traits
 from jax_megamoe.plan.symmetric_buffer import BufferLayout, sm100_layout
 
 LOCALITY_TABLE = "sm_locality_domains"
@@ -37,28 +37,28 @@ def locality_table(num_sms: int) -> bytes:
 
 
 @dataclass(frozen=True)
-class Launcher:
+class Sm100Launch:
     """One SM100 launch being planned.
 
     Attributes:
-        family: the kernel.
+        traits: of the kernel.
         problem: what it computes.
         device: where.
     """
 
-    family: Family
+    traits: Sm100Traits
     problem: Problem
     device: DeviceSpec
 
     @cached_property
     def layout(self) -> BufferLayout:
         """The symmetric buffer's layout."""
-        return sm100_layout(self.family, self.problem, self.device.num_sms)
+        return sm100_layout(self.traits, self.problem, self.device.num_sms)
 
     @cached_property
     def tiles(self) -> heuristics.Tiles:
         """Tile heights, stages and shared memory."""
-        return heuristics.tiles(self.family, self.problem, self.device)
+        return heuristics.tiles(self.traits, self.problem, self.device)
 
     def head(self) -> list[str]:
         """Template arguments every kernel starts with: sizes and the tile."""
@@ -72,14 +72,14 @@ class Launcher:
             problem.top_k,
             self.tiles.block_m,
             heuristics.BLOCK_N,
-            self.family.block_k,
+            self.traits.block_k,
         ]
         return list(map(str, numbers))
 
     def rings(self) -> list[str]:
         """Ring rows, and scale rows where there are scales."""
         ring = self.layout["l1_acts"].shape[0]
-        scales = heuristics.scale_ring_tokens(self.family, ring)
+        scales = heuristics.scale_ring_tokens(self.traits, ring)
         return [str(ring), str(scales)] if scales else [str(ring)]
 
     def machine(self) -> list[str]:
@@ -105,7 +105,7 @@ class Launcher:
 
     def maps(self) -> list[TensorMap]:
         """Tensor maps of the routed experts, then of the shared ones."""
-        return expert_maps(self.family, self.problem, self.layout, self.tiles)
+        return expert_maps(self.traits, self.problem, self.layout, self.tiles)
 
     def locality(self) -> Pointer:
         """The table of SM locality domains, a constant of the plan."""
@@ -121,10 +121,10 @@ class Launcher:
         """The launch, given the arguments and the C++ types of those that are not maps."""
         plain = iter(types)
         kernel = KernelSpec(
-            self.family.source,
+            self.traits.source,
             arch,
-            self.family.header,
-            self.family.symbol,
+            self.traits.header,
+            self.traits.symbol,
             tuple(template_args),
             tuple(self._type(argument, plain) for argument in arguments),
         )

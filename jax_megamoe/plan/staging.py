@@ -6,6 +6,7 @@ from jax_megamoe.plan.arithmetic import align, ceil_div
 from jax_megamoe.plan.kernel import KernelSpec, LaunchConfig
 from jax_megamoe.plan.launch import Float32, KernelLaunch, Pointer, Uint32, optional
 from jax_megamoe.plan.problem import Problem
+from jax_megamoe.plan.refusal import Refusal, unfit
 from jax_megamoe.plan.sgl_staging import region_pointer, staging_inputs
 from jax_megamoe.plan.symmetric_buffer import BufferLayout
 
@@ -14,13 +15,6 @@ L2_ALPHA = "l2_alpha"
 
 _INPUT_REGIONS = ("x", "x_sf", "x_scales", "topk_idx", "topk_weights")
 _SHARED_INPUT_REGIONS = ("shared_l1_acts", "shared_l1_acts_sf")
-_TOKENS = {
-    "mxfp4": "kMxfp8",
-    "mxfp8": "kMxfp8",
-    "nvfp4": "kNvfp4",
-    "bf16": "kBf16",
-    "fp8_block": "kFp8Block",
-}
 _SHARED_ROWS = {"mxfp8": "kMxfp8", "bf16": "kBf16"}
 _LANE_VALUES = 8
 _MAX_THREADS = 256
@@ -42,6 +36,40 @@ class Routing:
     num_logical: int
     padding_mask: bool = False
     max_replicas: int = 0
+
+
+STAGINGS = ("source", "jax_megamoe", "none")
+"""Who stages a call's inputs: a kernel of the kernel's source, this package's, or the caller."""
+
+MAX_STAGED_HIDDEN = 8192
+"""The sources' staging kernels run one block of hidden_size / 8 threads per token."""
+
+
+def chosen(
+    problem: Problem, routing: Routing | None, asked: str | None, *, has_own: bool
+) -> str | Refusal:
+    """Which of `STAGINGS` a plan has.
+
+    Args:
+        problem: of the call.
+        routing: of the call.
+        asked: for one of them; None: the source's where it does all that is asked for.
+        has_own: the source has a staging kernel for the family.
+    """
+    fits = problem.hidden_size <= MAX_STAGED_HIDDEN
+    suffices = has_own and fits and routing is None and not problem.num_shared_experts
+    if asked is None:
+        return "source" if suffices else "jax_megamoe"
+    if asked not in STAGINGS:
+        return unfit("staging_by", f"one of {[*STAGINGS]}", repr(asked))
+    if asked == "source" and not suffices:
+        expected = f"jax_megamoe for this call of {problem.weight_format}"
+        hint = (
+            f"a source's own staging takes physical ids and scaled tokens of at most "
+            f"{MAX_STAGED_HIDDEN} values, without a shared expert"
+        )
+        return unfit("staging_by", expected, asked, hint)
+    return asked
 
 
 def input_regions(problem: Problem, layout: BufferLayout) -> tuple[str, ...]:
@@ -68,6 +96,7 @@ def staging_launch(
     layout: BufferLayout,
     mega: KernelLaunch,
     block_m: int,
+    staged_as: str,
     routing: Routing | None = None,
 ) -> KernelLaunch:
     """The kernel that fills the input regions of `mega` from the arrays of a call.
@@ -78,6 +107,7 @@ def staging_launch(
 
     Args:
         block_m: tile height of `mega`, by which a fused shared expert's scales lie.
+        staged_as: the kernel's enumerator for how tokens are quantised.
         routing: None: topk_ids are physical ids. Ids out of range become -1 with weight 0 always.
     """
     routing = routing or Routing(num_logical=problem.num_experts)
@@ -93,7 +123,7 @@ def staging_launch(
         (
             str(problem.hidden_size),
             str(threads),
-            f"Tokens::{_tokens(problem, mega.kernel.source)}",
+            f"Tokens::{staged_as}",
             f"Shared::{_shared(problem, regions)}",
         ),
         (
@@ -130,12 +160,6 @@ def staging_launch(
     )
     config = LaunchConfig((max(1, problem.num_tokens), 1, 1), (threads, 1, 1))
     return KernelLaunch(kernel, config, arguments)
-
-
-def _tokens(problem: Problem, source: str) -> str:
-    """The kernel's name for how tokens are quantised: NVFP4 follows the source's own staging."""
-    name = _TOKENS[problem.weight_format]
-    return "kNvfp4Sgl" if (name, source) == ("kNvfp4", "sgl") else name
 
 
 def _shared(problem: Problem, regions: tuple[str, ...]) -> str:

@@ -6,8 +6,8 @@ from math import prod
 
 from jax_megamoe.plan import heuristics, sm90_heuristics
 from jax_megamoe.plan.arithmetic import align
-from jax_megamoe.plan.family import Activations, Family
 from jax_megamoe.plan.problem import Problem
+from jax_megamoe.plan.sm100_traits import Activations, Sm100Traits
 
 SIGNAL_BYTES = 21_140_864
 """Counters and barriers at the start of an SM100 buffer; zero before the first launch."""
@@ -122,7 +122,7 @@ class RegionStack:
         self._end += region.num_bytes
 
 
-def sm100_layout(family: Family, problem: Problem, num_sms: int) -> BufferLayout:
+def sm100_layout(traits: Sm100Traits, problem: Problem, num_sms: int) -> BufferLayout:
     """The buffer of an SM100 kernel; the same on every rank with as many SMs.
 
     Regions filled before a launch: ``x``, ``x_sf``, ``topk_idx``, ``topk_weights``,
@@ -133,40 +133,40 @@ def sm100_layout(family: Family, problem: Problem, num_sms: int) -> BufferLayout
     stack.add("signals", "uint8", SIGNAL_BYTES)
     stack.add("source_indices", "int32", problem.num_experts, tokens)
     stack.add("pool_metadata", "int32", heuristics.full_pool_tokens(problem), 3)
-    if family.norm_sums:
+    if traits.norm_sums:
         stack.add("norm_sums", "float32", tokens, problem.top_k)
     stack.pad(16)
-    acts, hidden = family.activations, problem.hidden_size
+    acts, hidden = traits.activations, problem.hidden_size
     stack.add("x", acts.dtype, tokens, hidden // acts.per_element)
-    if family.scale_block:
-        stack.add("x_sf", "int32", tokens, hidden // (4 * family.scale_block))
+    if traits.scale_block:
+        stack.add("x_sf", "int32", tokens, hidden // (4 * traits.scale_block))
     stack.add("topk_idx", "int64", tokens, problem.top_k)
     stack.add("topk_weights", "float32", tokens, problem.top_k)
-    _add_shared(stack, family, problem)
-    _add_ring(stack, family, problem, heuristics.ring_tokens(family, problem, num_sms))
+    _add_shared(stack, traits, problem)
+    _add_ring(stack, traits, problem, heuristics.ring_tokens(traits, problem, num_sms))
     return stack.finish(tokens)
 
 
-def shared_activations(family: Family, problem: Problem) -> Activations:
-    """How the tokens of fused shared experts lie; the family's default format without weights."""
-    default = next(iter(family.shared_activations.values()), family.activations)
-    return family.shared_activations.get(problem.shared_format or "", default)
+def shared_activations(traits: Sm100Traits, problem: Problem) -> Activations:
+    """How the tokens of fused shared experts lie; the kernel's default format without weights."""
+    default = next(iter(traits.shared_activations.values()), traits.activations)
+    return traits.shared_activations.get(problem.shared_format or "", default)
 
 
-def shared_scale_block(family: Family, problem: Problem) -> int:
+def shared_scale_block(traits: Sm100Traits, problem: Problem) -> int:
     """Values along K that share a scale of a shared token; 0 without scales."""
-    if not family.shared_activations:
-        return family.scale_block
-    return 0 if shared_activations(family, problem).bits == 16 else 32
+    if not traits.shared_activations:
+        return traits.scale_block
+    return 0 if shared_activations(traits, problem).bits == 16 else 32
 
 
-def _add_shared(stack: RegionStack, family: Family, problem: Problem) -> None:
+def _add_shared(stack: RegionStack, traits: Sm100Traits, problem: Problem) -> None:
     tokens, hidden = heuristics.aligned_tokens(problem), problem.hidden_size
-    acts, block = shared_activations(family, problem), shared_scale_block(family, problem)
-    own = family.shared_source == "own" and problem.num_shared_experts
+    acts, block = shared_activations(traits, problem), shared_scale_block(traits, problem)
+    own = traits.shared_source == "own" and problem.num_shared_experts
     if own:
         stack.add("shared_l1_acts", acts.dtype, tokens, hidden // acts.per_element)
-    elif family.shared_source != "caller":
+    elif traits.shared_source != "caller":
         stack.alias("shared_l1_acts", "x")
     if not problem.num_shared_experts:
         return
@@ -179,17 +179,17 @@ def _add_shared(stack: RegionStack, family: Family, problem: Problem) -> None:
         stack.add_columns("shared_l2_acts_sf", "int32", scale_rows, width // (4 * block))
 
 
-def _add_ring(stack: RegionStack, family: Family, problem: Problem, ring: int) -> None:
-    tokens, acts = heuristics.aligned_tokens(problem), family.activations
+def _add_ring(stack: RegionStack, traits: Sm100Traits, problem: Problem, ring: int) -> None:
+    tokens, acts = heuristics.aligned_tokens(problem), traits.activations
     hidden, width = problem.hidden_size, problem.intermediate_size
-    scale_ring, per_word = heuristics.scale_ring_tokens(family, ring), 4 * family.scale_block
+    scale_ring, per_word = heuristics.scale_ring_tokens(traits, ring), 4 * traits.scale_block
     stack.add("l1_acts", acts.dtype, ring, hidden // acts.per_element)
-    if family.scale_block:
+    if traits.scale_block:
         stack.add_columns("l1_acts_sf", "int32", scale_ring, hidden // per_word)
-    if family.ring_weights:
+    if traits.ring_weights:
         stack.add("l1_topk_weights", "float32", ring)
     stack.add("l2_acts", acts.dtype, ring, width // acts.per_element)
-    if family.scale_block:
+    if traits.scale_block:
         stack.add_columns("l2_acts_sf", "int32", scale_ring, width // per_word)
     slots = problem.top_k + (problem.num_shared_experts > 0)
     if problem.fp8_combine:
@@ -197,10 +197,10 @@ def _add_ring(stack: RegionStack, family: Family, problem: Problem, ring: int) -
         stack.add("combine_sf", "uint8", slots, tokens, hidden // 128)
     else:
         stack.add("combine", "bfloat16", slots, tokens, hidden)
-    if family.tail == "scales":
+    if traits.tail == "scales":
         stack.add("x_scales", "float32", tokens)
         stack.add("l1_x_scales", "float32", ring)
-    elif family.tail == "norms":
+    elif traits.tail == "norms":
         stack.add("partial_norms", "float32", problem.top_k, tokens, hidden // 128)
 
 

@@ -56,6 +56,8 @@ class Router:
         top_groups: see there.
         has_bias: the logits have a bias (GPT-OSS).
         has_correction_bias: see above (DeepSeek).
+        weighs_input: a token's weight multiplies what its expert gets, not what it gives (Llama 4);
+            of one expert a token. `route` only says the weights.
         table_size: where not 0, experts are looked up by token id in a table of that many rows
             (DeepSeek-V4's first layers); scores only give their weights.
 
@@ -74,6 +76,7 @@ class Router:
     has_bias: bool = False
     has_correction_bias: bool = False
     table_size: int = 0
+    weighs_input: bool = False
 
     def __post_init__(self) -> None:
         for field in ("num_experts", "top_k", "num_groups", "top_groups"):
@@ -83,7 +86,7 @@ class Router:
         object.__setattr__(self, "table_size", table_size)
         scaling_factor = _checks.finite("router scaling_factor", self.scaling_factor)
         object.__setattr__(self, "scaling_factor", scaling_factor)
-        for field in ("renormalize", "has_bias", "has_correction_bias"):
+        for field in ("renormalize", "has_bias", "has_correction_bias", "weighs_input"):
             if not isinstance(getattr(self, field), bool):
                 value = repr(getattr(self, field))
                 raise TypeError(_checks.message(f"router {field}", "a bool", value))
@@ -107,6 +110,9 @@ class Router:
         if self.scoring == "topk_softmax" and (by_score or self.table_size):
             expected = "another scoring than topk_softmax with groups, correction bias or table"
             raise ValueError(_checks.message("router scoring", expected, self.scoring))
+        if self.weighs_input and self.top_k > 1:
+            expected = "1 where weights multiply inputs: every expert would get another input"
+            raise ValueError(_checks.message("router top_k", expected, self.top_k))
         if self.table_size and by_score:
             expected = "0 with groups or a correction bias, which choose experts by score"
             raise ValueError(_checks.message("router table_size", expected, self.table_size))
@@ -207,7 +213,10 @@ def select_experts(
         return Routing(ids, jax.nn.softmax(largest, axis=-1) * router.scaling_factor)
     scores = _scores(logits, router.scoring)
     if table is None:
-        choice = scores if correction_bias is None else scores + correction_bias[None]
+        # Large logits have one sigmoid, 1: without a bias the logits themselves tell them apart.
+        by_logits = router.scoring == "sigmoid" and router.num_groups == 1
+        alone = logits if by_logits else scores
+        choice = alone if correction_bias is None else scores + correction_bias[None]
         _, ids = lax.top_k(_best_groups(choice, router), router.top_k)
     else:
         ids = _looked_up(table, token_ids)

@@ -1,9 +1,11 @@
 """What a plan depends on of a JAX device."""
 
+from dataclasses import replace
+
 import jax
 
-from jax_megamoe import _checks
 from jax_megamoe.plan.device import DeviceSpec
+from jax_megamoe.plan.refusal import Refusal, missing, unfit
 
 KNOWN_DEVICES = {
     "h100": DeviceSpec(90, 132),
@@ -30,14 +32,35 @@ def device_spec(device: jax.Device, reserved_sms: int = 0) -> DeviceSpec:
         NotImplementedError: not a CUDA device.
         ValueError: reserved_sms leaves none.
     """
+    spec = spec_of(device, reserved_sms)
+    if isinstance(spec, Refusal):
+        raise spec.error()
+    return spec
+
+
+def spec_of(device: jax.Device, reserved_sms: int = 0) -> DeviceSpec | Refusal:
+    """`device_spec`, or why there is none as a value."""
     capability = getattr(device, "compute_capability", None)
     num_sms = getattr(device, "core_count", None)
     if device.platform != "gpu" or capability is None or num_sms is None:
-        expected = "a CUDA device for implementation deep_gemm"
-        raise NotImplementedError(_checks.message("device", expected, device.device_kind))
-    if reserved_sms >= num_sms:
-        raise ValueError(
-            _checks.message("reserved_sms", f"fewer than the device's {num_sms} SMs", reserved_sms)
-        )
+        return missing("device", "a CUDA device for implementation deep_gemm", device.device_kind)
     arch = round(10 * float(capability))
-    return DeviceSpec(arch, num_sms - reserved_sms, reserved_sms=reserved_sms)
+    return _reserving(DeviceSpec(arch, num_sms), reserved_sms)
+
+
+def known_device(name: str, reserved_sms: int = 0) -> DeviceSpec:
+    """One of `KNOWN_DEVICES`, of which the kernel leaves some SMs to others.
+
+    Raises:
+        ValueError: reserved_sms leaves none.
+    """
+    spec = _reserving(KNOWN_DEVICES[name], reserved_sms)
+    if isinstance(spec, Refusal):
+        raise spec.error()
+    return spec
+
+
+def _reserving(device: DeviceSpec, reserved_sms: int) -> DeviceSpec | Refusal:
+    if reserved_sms >= device.num_sms:
+        return unfit("reserved_sms", f"fewer than the device's {device.num_sms} SMs", reserved_sms)
+    return replace(device, num_sms=device.num_sms - reserved_sms, reserved_sms=reserved_sms)

@@ -35,7 +35,7 @@ def decode_kernel(text: str) -> KernelSpec:
     """
     try:
         fields: dict[str, Any] = json.loads(text)
-        for name in ("template_args", "parameter_types"):
+        for name in ("template_args", "parameter_types", "unit"):
             fields[name] = tuple(fields[name])
         fields["options"] = CodeOptions(**fields.get("options", {}))
         spec = KernelSpec(**fields)
@@ -48,7 +48,7 @@ def decode_kernel(text: str) -> KernelSpec:
 
 
 def _is_typed(spec: KernelSpec) -> bool:
-    lists = (*spec.template_args, *spec.parameter_types)
+    lists = (*spec.template_args, *spec.parameter_types, *spec.unit)
     texts = (spec.source, spec.arch, spec.header, spec.symbol, spec.prelude, *lists)
     level, fast = spec.options.register_level, spec.options.fast_math
     return all(isinstance(each, str) for each in texts) and (type(level), type(fast)) == (int, bool)

@@ -1,7 +1,6 @@
 """Plain expert matrices to `ExpertWeights` in kernel layout, and back."""
 
 import math
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,17 +14,19 @@ from jaxtyping import Array, Float, Float32
 
 from jax_megamoe import _checks
 from jax_megamoe.config import MoEConfig
-from jax_megamoe.formats import WEIGHT_FORMATS, WeightFormat
+from jax_megamoe.formats import GROUPED_LAYOUTS, WEIGHT_FORMATS, WeightFormat
 from jax_megamoe.mesh import Axis, axis_names, has_explicit_axes
 from jax_megamoe.numerics import quantization
+from jax_megamoe.numerics.elements import scale_factors
 from jax_megamoe.weights import layout as layouts
+from jax_megamoe.weights.packed import PACKED_LAYOUTS, log_rounded
 from jax_megamoe.weights.params import (
     INTERLEAVE_8,
-    W13_ROWS,
     ExpertWeights,
     check_weights,
     default_layout,
 )
+from jax_megamoe.weights.regroup import from_grouped
 from jax_megamoe.weights.requantize import quantize_matrix
 
 Matrices = tuple[Array, Array, Array]
@@ -38,6 +39,9 @@ _SHARED_NAMES = {
     "w2_weight_scale": "shared_l2_weight_scale",
 }
 """Field of a shared expert for that of a routed one."""
+
+ROUNDED = "rounded"
+"""Beside fields of parameters: how many weights became other numbers in a packed layout."""
 
 _FLOAT_DTYPES = ("bfloat16", "float16", "float32")
 
@@ -77,11 +81,12 @@ def quantize_experts(
     _check_parts(parts, (experts,), config.intermediate_size, config.hidden_size)
     slots = np.arange(config.num_experts) % experts
     layout = default_layout(config)
-    fields = _quantize(parts, form=config.weight_format, layout=layout)
-    if config.weight_format.weight.has_global_scale:
+    quantised = _quantize(parts, form=config.weight_format, layout=layout)
+    fields: dict[str, Any] = counted("quantize_experts", quantised)
+    if config.recipe.activations.has_global_scale:
         fields["w2_input_scale"] = _input_scales(w2_input_scale, experts)
     elif w2_input_scale is not None:
-        expected = f"None for {config.weight_format.name}"
+        expected = f"None for {config.recipe.name}"
         raise ValueError(_checks.message("w2_input_scale", expected, "an array"))
     if biases is not None:
         fields |= _bias_fields(config, biases, experts, layout)
@@ -89,9 +94,22 @@ def quantize_experts(
         fields = {name: array[slots] for name, array in fields.items()}
     if shared is not None:
         fields |= _shared_fields(config, shared)
-    weights = ExpertWeights(**fields, format=config.weight_format.name)
+    weights = ExpertWeights(**fields, format=config.weight_format.name, layout=layout)
     check_weights(config, weights)
     return weights
+
+
+def counted(what: str, fields: dict[str, Array]) -> dict[str, Array]:
+    """`fields` without the numbers of rounded weights, which are logged if they are known.
+
+    Args:
+        what: was done, for the log.
+        fields: of parameters, with `ROUNDED` in a packed layout.
+    """
+    rounded = fields.pop(ROUNDED, None)
+    if rounded is not None and not isinstance(rounded, Tracer):
+        log_rounded(what, int(np.asarray(rounded).sum(dtype=np.int64)))
+    return fields
 
 
 def _num_experts(config: MoEConfig, gate: Array) -> int:
@@ -184,7 +202,7 @@ def random_experts(
     )
     if config.num_shared_experts and config.shared_format is not None:
         fields |= _random_shared(key, config=config, mesh=mesh)
-    return ExpertWeights(**fields, format=config.weight_format.name)
+    return ExpertWeights(**fields, format=config.weight_format.name, layout=layout)
 
 
 @partial(jax.jit, static_argnames=("config", "layout", "has_biases", "mesh", "axis"))
@@ -203,7 +221,8 @@ def _random_routed(
         keys = jax.random.split(key, config.logical_experts + 1)[1:]
         held = (first + jnp.arange(count, dtype=jnp.int32)) % config.logical_experts
         fields = _random(keys[held], inter, hidden, form, layout)
-        if form.weight.has_global_scale:
+        fields.pop(ROUNDED, None)
+        if config.recipe.activations.has_global_scale:
             fields["w2_input_scale"] = jnp.zeros(count, jnp.float32)
         if has_biases:
             zeros = jnp.zeros((count, 2 * inter), jnp.float32)
@@ -259,25 +278,35 @@ def _quantize(parts: dict[str, Array], *, form: WeightFormat, layout: str) -> di
 
 
 def _expert_fields(w13: Array, w2: Array, form: WeightFormat, layout: str) -> dict[str, Array]:
-    fields = matrix_fields("w13_weight", w13, form, layout)
-    return fields | matrix_fields("w2_weight", w2, form, layout)
+    first = matrix_fields("w13_weight", w13, form, layout)
+    fields = first | matrix_fields("w2_weight", w2, form, layout)
+    if ROUNDED in fields:
+        fields[ROUNDED] = first[ROUNDED] + fields[ROUNDED]
+    return fields
 
 
 def matrix_fields(
     name: str, w: Float[Array, "n k"], form: WeightFormat, layout: str
 ) -> dict[str, Array]:
-    """One matrix quantised into kernel layout: the `ExpertWeights` fields that start with `name`.
+    """One matrix quantised into kernel layout: the `ExpertWeights` fields that start with `name`;
+    in a packed layout with `ROUNDED`, int32, how many quantised weights the kernel has otherwise.
 
     Args:
         name: ``"w13_weight"``, gate rows then up rows, or ``"w2_weight"``.
         w: a float matrix.
         form: the target.
-        layout: row order of w13.
+        layout: of the parameters.
     """
     is_w13 = name == "w13_weight"
     to_rows = partial(layouts.w13_to_kernel, layout=layout) if is_w13 else lambda rows: rows
     quantised = quantize_matrix(w, form)
     split = partial(layouts.split_rows, layout=layout if is_w13 else INTERLEAVE_8)
+    if layout in PACKED_LAYOUTS:
+        codes, scale = jnp.asarray(quantised.weight), jnp.asarray(quantised.scale)
+        stored, factor, rounded = PACKED_LAYOUTS[layout].packed(
+            codes, scale, w13=is_w13, global_scale=quantised.global_scale
+        )
+        return {name: stored, f"{name}_scale_2": factor, ROUNDED: rounded}
     fields = {name: split(to_rows(jnp.asarray(quantised.weight)))}
     if quantised.scale is not None:
         scale = jnp.asarray(quantised.scale)
@@ -292,26 +321,30 @@ def matrix_fields(
 def stored_matrix(
     weight: Array, scale: Array | None, form: WeightFormat, *, w13: bool, layout: str
 ) -> Float[Array, "*e n k"]:
-    """Decoded values of a stored matrix, rows in stored order, NVFP4's global scale left out.
+    """Decoded values of a stored matrix, rows in stored order, factors of whole experts left out.
 
     Args:
         weight: [..., N, K / v], or with the rows in tiles, of `ExpertWeights`.
         scale: the block scales that belong to it.
         form: its format.
         w13: whether rows are gate and up.
-        layout: their order.
+        layout: of the parameters.
 
     Returns:
         [..., N, K], bfloat16 where that holds every value, else (fp8_block) float32.
     """
+    if layout in PACKED_LAYOUTS:
+        return PACKED_LAYOUTS[layout].values(weight)
     if w13:
         weight = layouts.join_rows(weight, layout)
     if scale is None:
         return weight
     if form.weight.scale == "float32":
-        rows = jnp.repeat(jnp.repeat(scale, 128, axis=-2), 128, axis=-1)
-        rows = layouts.w13_to_kernel(rows, layout) if w13 else rows
-        return weight.astype(jnp.float32) * rows
+        values = weight.astype(jnp.float32)
+        for factor in scale_factors(scale):
+            rows = jnp.repeat(jnp.repeat(factor, 128, axis=-2), 128, axis=-1)
+            values = values * (layouts.w13_to_kernel(rows, layout) if w13 else rows)
+        return values
     if w13:
         scale = layouts.join_rows(scale, layout, axis=-1)
     scales = layouts.w2_scale_from_kernel(scale)
@@ -335,6 +368,8 @@ def dequantize_experts(config: MoEConfig, weights: ExpertWeights) -> Matrices:
     Returns:
         gate [E, I, H], up [E, I, H] and down [E, H, I], E the physical experts in `weights`.
     """
+    if weights.layout in GROUPED_LAYOUTS:
+        weights = from_grouped(weights)
     form, layout = config.weight_format, weights.layout
     w13 = stored_matrix(
         weights.w13_weight, weights.w13_weight_scale, form, w13=True, layout=layout
@@ -348,50 +383,15 @@ def dequantize_experts(config: MoEConfig, weights: ExpertWeights) -> Matrices:
     return *_halves(w13, layout), w2
 
 
-def to_layout(weights: ExpertWeights, layout: str) -> ExpertWeights:
-    """NVFP4 parameters with w13's rows in another order, exactly the same values.
-
-    sgl's and vllm's NVFP4 kernels read different orders. Each expert's rows stay where it is.
-
-    Args:
-        weights: the parameters of a layer.
-        layout: ``"sgl_fp4"`` for sgl's kernel, ``"interleave8"`` for vllm's.
-
-    Raises:
-        ValueError: an unknown layout, or another format than NVFP4, which has one layout alone.
-    """
-    _checks.one_of("layout", layout, layouts.W13_LAYOUTS)
-    if layout == weights.layout:
-        return weights
-    if weights.format != "nvfp4":
-        raise ValueError(_checks.message(f"layout of {weights.format}", INTERLEAVE_8, layout))
-    arrays = {name: array for name, array in weights.arrays().items() if name in W13_ROWS}
-    moved: dict[str, Any] = _moved_rows(arrays, old=weights.layout, new=layout)
-    return replace(weights, **moved)
-
-
-@partial(jax.jit, static_argnames=("old", "new"))
-def _moved_rows(arrays: dict[str, Array], *, old: str, new: str) -> dict[str, Array]:
-    """w13's arrays of one layout in another."""
-
-    def moved(name: str, rows: Array) -> Array:
-        axis = W13_ROWS[name]
-        rows = layouts.join_rows(rows, old, axis)
-        if name == "w13_weight_scale":
-            rows = layouts.w13_scale_to_kernel(layouts.w13_scale_from_kernel(rows, old), new)
-        else:
-            rows = layouts.w13_to_kernel(layouts.w13_from_kernel(rows, old, axis), new, axis)
-        return layouts.split_rows(rows, new, axis)
-
-    return {name: moved(name, rows) for name, rows in arrays.items()}
-
-
 def dequantize_biases(weights: ExpertWeights) -> dict[str, Array]:
     """gate_bias [E, I], up_bias [E, I] and down_bias [E, H] in float32; empty without biases."""
     if weights.w13_bias is None:
         return {}
     layout = weights.layout
-    gate, up = _halves(layouts.join_rows(weights.w13_bias, layout, axis=-1), layout, axis=-1)
+    if layout in GROUPED_LAYOUTS:
+        gate, up = jnp.split(weights.w13_bias, 2, axis=-1)
+    else:
+        gate, up = _halves(layouts.join_rows(weights.w13_bias, layout, axis=-1), layout, axis=-1)
     return dict(gate_bias=gate, up_bias=up, down_bias=weights.w2_bias)
 
 

@@ -41,7 +41,7 @@ def separate_rows(rows: Array) -> Array:
 
 
 def mxfp4_tiles(codes: Array, scales: Array) -> Array:
-    """MXFP4 [..., N, K] as the kernel's tiles, uint8 [..., (N / 128) (K / 128), 8704].
+    """MXFP4 [..., N, K] as the kernel's tiles, uint8 [..., N / 128, K / 128, 8704].
 
     In a tile lie for each 32 columns 16 bytes of codes of each of the 128 rows, then each row's
     four scale bytes.
@@ -60,16 +60,15 @@ def mxfp4_tiles(codes: Array, scales: Array) -> Array:
     front = range(len(lead))
     i, j, k, m = (len(lead) + axis for axis in range(4))
     split = _braid(codes).reshape(*lead, down, TILE, across, _MX_SCALES, 16)
-    parts = split.transpose(*front, i, k, m, j, m + 1).reshape(*lead, down * across, -1)
+    parts = split.transpose(*front, i, k, m, j, m + 1).reshape(*lead, down, across, -1)
     of_rows = scales.reshape(*lead, down, TILE, across, _MX_SCALES).transpose(*front, i, k, j, m)
-    return _xp(codes).concatenate([parts, of_rows.reshape(*lead, down * across, -1)], axis=-1)
+    return _xp(codes).concatenate([parts, of_rows.reshape(*lead, down, across, -1)], axis=-1)
 
 
-def mxfp4_from_tiles(tiles: Array, rows: int) -> tuple[Array, Array]:
-    """Codes and scales of tiles [..., n, 8704] that hold `rows` rows: `mxfp4_tiles`' inverse."""
-    *lead, count, _ = tiles.shape
-    down = rows // TILE
-    across = count // down
+def mxfp4_from_tiles(tiles: Array) -> tuple[Array, Array]:
+    """Codes and scales of tiles [..., N / 128, K / 128, 8704]: `mxfp4_tiles`' inverse."""
+    *lead, down, across, _ = tiles.shape
+    rows = TILE * down
     front = range(len(lead))
     i, j, k, m = (len(lead) + axis for axis in range(4))
     parts = tiles[..., : TILE * _CODE_BYTES].reshape(*lead, down, across, _MX_SCALES, TILE, 16)

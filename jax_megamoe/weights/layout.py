@@ -12,6 +12,7 @@ from types import MappingProxyType
 import numpy as np
 
 from jax_megamoe import _checks
+from jax_megamoe.formats import FLASHINFER_MXFP4, FLASHINFER_NVFP4
 from jax_megamoe.numerics.elements import Array, pack_words, unpack_words
 
 
@@ -70,9 +71,12 @@ SGL_FP4 = RowOrder("sgl_fp4", (2, -1, 8, 2), (1, 3, 0, 2))
 UTCCP = RowOrder("utccp", (-1, 4, 32), (0, 2, 1))
 """Scale rows: within each 128, 32 j + i at 4 i + j."""
 
-W13_LAYOUTS = MappingProxyType({order.name: order for order in (INTERLEAVE8, SGL_FP4)})
+W13_LAYOUTS = MappingProxyType(
+    {order.name: order for order in (INTERLEAVE8, SGL_FP4)}
+    | dict.fromkeys((FLASHINFER_MXFP4, FLASHINFER_NVFP4), INTERLEAVE8)
+)
 """Row orders of w13 by the tag that parameters carry: the vllm source (and sgl for FP8 and BF16),
-and the sgl source for NVFP4."""
+the sgl source for NVFP4, and the flashinfer source."""
 
 
 SGL_TILE = 32

@@ -1,5 +1,6 @@
 """The parameters of a layer in kernel layout: `ExpertWeights`, its shapes and its checks."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import MappingProxyType
@@ -10,24 +11,23 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jax_megamoe import _checks
-from jax_megamoe.config import SGL_SWIGLU, MoEConfig
+from jax_megamoe.config import MoEConfig
 from jax_megamoe.formats import (
+    GROUPED_LAYOUTS,
     INTERLEAVE_8,
-    SGL_FP4,
     WEIGHT_FORMATS,
     Recipe,
-    Rounding,
     WeightSpec,
 )
+from jax_megamoe.plan import families
+from jax_megamoe.weights import grouped
 from jax_megamoe.weights.layout import split_rows
-
-NVFP4_LAYOUTS = MappingProxyType({"sgl": SGL_FP4, "vllm": INTERLEAVE_8})
-"""The row order that a kernel source's NVFP4 kernel reads."""
+from jax_megamoe.weights.packed import PACKED_LAYOUTS
 
 W13_ROWS = MappingProxyType({"w13_weight": -2, "w13_weight_scale": -1, "w13_bias": -1})
 """The axis of w13's rows in each field that has one, before `split_rows`."""
 
-_META_FIELDS = ("format",)
+_META_FIELDS = ("format", "layout")
 
 
 class SharedWeights(NamedTuple):
@@ -41,30 +41,37 @@ class SharedWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The expert parameters of one layer, in kernel layout; a pytree with a static format.
+    """The expert parameters of one layer, in kernel layout; a pytree with static format and layout.
 
     E experts (of all ranks, or this rank's inside `shard_map`), H hidden, I intermediate, S shared
-    intermediate size, v values per stored element (2 for FP4), g values per block scale. NVFP4 in
-    the row order of sgl's kernel has w13's rows in tiles of 32: [2I / 32, 32] in place of 2I in the
-    shapes of w13_weight, w13_weight_scale and w13_bias. So the order is in the arrays: whatever
-    moves them from one layer to another moves it too.
+    intermediate size, v values per stored element (2 for FP4), g values per block scale. In
+    ``"sgl_fp4"`` w13's rows lie in tiles of 32: [2I / 32, 32] in place of 2I in the shapes of
+    w13_weight, w13_weight_scale and w13_bias. So every layout of a format has shapes of its own,
+    and arrays that were moved from a layer of another layout are noticed (`layout_of`).
 
     Attributes:
         w13_weight: [E, 2I, H / v], gate and up rows interleaved; uint8 for FP4, else float8_e4m3fn
-            or bfloat16.
-        w2_weight: [E, H, I / v].
+            or bfloat16. FlashInfer's layouts, scales included: uint8 [E, 2I / 128, H / 128, 8704]
+            (MXFP4) or [E, 2I, 80 H / 128] (NVFP4).
+        w2_weight: [E, H, I / v]; likewise.
         w13_weight_scale: int32 [E, H / (4 g), 2I], four scale bytes along K a word, rows permuted;
             fp8_block: float32 [E, 2I / 128, H / 128], gate rows then up rows; bf16: None.
         w2_weight_scale: int32 [E, I / (4 g), H]; fp8_block: float32 [E, H / 128, I / 128].
-        w13_weight_scale_2: float32 [E], NVFP4's global scale of gate and up.
-        w2_weight_scale_2: float32 [E], NVFP4's global scale of down.
-        w2_input_scale: float32 [E], NVFP4's scale of the second matmul's input; the largest over
-            all experts is used, 1.0 when all are 0.
+        w13_weight_scale_2: float32 [E], NVFP4's global scale of gate and up; FlashInfer's layouts:
+            the factor of the first matmul's result. MXFP4 in ``"humming_fp8"``: the second scale,
+            float32 [E] or bfloat16 [E, 2I].
+        w2_weight_scale_2: float32 [E], the same of down.
+        w2_input_scale: float32 [E], the scale of the second matmul's input in NVFP4; the largest
+            over all experts is used, 1.0 when all are 0.
         w13_bias: float32 [E, 2I], rows ordered as w13_weight's; None for none.
         w2_bias: float32 [E, H]; None for none.
         shared_l1_weight, shared_l1_weight_scale, shared_l2_weight, shared_l2_weight_scale: a fused
             shared expert, [2S, H] and [H, S] with their scales; None for none.
         format: name of the weight format.
+        layout: row order of w13 and how scales are stored, ``"interleave8"``, ``"sgl_fp4"``,
+            ``"flashinfer_mxfp4"`` or ``"flashinfer_nvfp4"``; or ``"humming_bf16"`` or
+            ``"humming_fp8"``, layouts of the implementation ``grouped`` with shapes of their own
+            (`jax_megamoe.to_layout`).
     """
 
     w13_weight: Any
@@ -81,12 +88,7 @@ class ExpertWeights:
     shared_l2_weight: Any = None
     shared_l2_weight_scale: Any = None
     format: str = ""
-
-    @property
-    def layout(self) -> str:
-        """Row order of w13, ``"interleave8"`` or ``"sgl_fp4"``, by w13_weight's shape."""
-        is_tiled = getattr(self.w13_weight, "ndim", 0) > getattr(self.w2_weight, "ndim", 0)
-        return SGL_FP4 if is_tiled else INTERLEAVE_8
+    layout: str = INTERLEAVE_8
 
     @property
     def shared(self) -> SharedWeights | None:
@@ -128,21 +130,47 @@ jax.tree_util.register_dataclass(
 
 
 def default_layout(config: MoEConfig) -> str:
-    """The w13 row order that the config's kernels read.
+    """The layout that the config's kernels read: w13's row order, and whether scales lie among the
+    codes; the preferred kernel's where they differ.
 
-    NVFP4's differs by kernel source: sgl's unless another is named, or a fused shared expert or an
-    activation is asked for that only vllm's kernel has.
+    NVFP4's do: sgl's unless another is named, or a fused shared expert or an activation is asked
+    for that only vllm's has.
     """
-    if config.weight_format.name != "nvfp4":
-        return INTERLEAVE_8
-    parameters = config.activation.alpha, config.activation.beta
-    on_sgl = not config.num_shared_experts and parameters in SGL_SWIGLU
-    source = config.kernel_source or ("sgl" if on_sgl else "vllm")
-    return NVFP4_LAYOUTS[source]
+    family = families.default_family(config)
+    return INTERLEAVE_8 if family is None else family.w13_layout
 
 
-_ROUNDINGS = MappingProxyType({SGL_FP4: Rounding(floors_scales=False)})
-"""Of kernels that round otherwise than their recipe says, by the row order that they read."""
+def known_layouts(config: MoEConfig) -> tuple[str, ...]:
+    """Layouts that parameters of the config may have, the kernels' own first."""
+    layouts = families.layouts(config.recipe) or (INTERLEAVE_8,)
+    form = config.weight_format.name
+    return layouts + tuple(name for name, forms in GROUPED_LAYOUTS.items() if form in forms)
+
+
+def layout_of(config: MoEConfig, arrays: Mapping[str, Any]) -> str:
+    """The layout of a layer's arrays, by their shapes and dtypes: each layout has its own.
+
+    Args:
+        config: the layer.
+        arrays: by field, all experts or one rank's.
+
+    Raises:
+        ValueError: shapes of none of the config's layouts.
+    """
+    names = [name for name in ("w13_weight", "w13_weight_scale", "w2_weight") if name in arrays]
+    for layout in known_layouts(config):
+        wanted = parameter_shapes(config, layout=layout)
+        fits = (
+            name in wanted
+            and tuple(arrays[name].shape[1:]) == wanted[name].shape[1:]
+            and arrays[name].dtype == wanted[name].dtype
+            for name in names
+        )
+        if all(fits) and ("w13_weight_scale" in wanted) == ("w13_weight_scale" in arrays):
+            return layout
+    got = ", ".join(f"{name} {list(arrays[name].shape)}" for name in names)
+    expected = f"shapes of one of the layouts {list(known_layouts(config))}"
+    raise ValueError(_checks.message("the layer's parameters", expected, got))
 
 
 def recipe_for(config: MoEConfig, weights: ExpertWeights) -> Recipe:
@@ -153,28 +181,53 @@ def recipe_for(config: MoEConfig, weights: ExpertWeights) -> Recipe:
     where the other runs, outputs are 6 to 11 % off.
     """
     recipe = config.recipe
-    return replace(recipe, rounding=_ROUNDINGS.get(weights.layout, recipe.rounding))
+    if weights.layout in GROUPED_LAYOUTS:
+        # The first product's result is BF16 whatever the recipe.
+        rounding = replace(recipe.rounding, rounds_gate_up=True, power_of_two_scales=False)
+        return replace(recipe, rounding=rounding)
+    readers = (f for f in families.of_recipe(recipe) if f.w13_layout == weights.layout)
+    family = next(readers, None)
+    if family is None or family.rounding is None:
+        return recipe
+    return replace(recipe, rounding=family.rounding)
 
 
 def parameter_shapes(
-    config: MoEConfig, num_experts: int | None = None, *, layout: str | None = None
+    config: MoEConfig,
+    num_experts: int | None = None,
+    layout: str | None = None,
+    *,
+    by_row: bool = False,
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape and dtype of every parameter the config's layer may hold, by field name.
 
     Args:
         config: the layer.
         num_experts: leading size of the routed parameters; None: all physical experts.
-        layout: row order of w13; None: the config's.
+        layout: of the routed matrices; None: the config's default.
+        by_row: whether MXFP4 in ``"humming_fp8"`` has second scales of rows.
     """
-    layout = default_layout(config) if layout is None else layout
     experts = config.num_experts if num_experts is None else num_experts
     hidden, inter = config.hidden_size, config.intermediate_size
-    form = config.weight_format
-    shapes = _matrix("w13_weight", form.weight, (experts,), 2 * inter, hidden)
-    shapes |= _matrix("w2_weight", form.weight, (experts,), hidden, inter)
-    if form.weight.has_global_scale:
-        for name in ("w13_weight_scale_2", "w2_weight_scale_2", "w2_input_scale"):
-            shapes[name] = jax.ShapeDtypeStruct((experts,), jnp.float32)
+    recipe, spec = config.recipe, config.weight_format.weight
+    layout = default_layout(config) if layout is None else layout
+    packed = PACKED_LAYOUTS.get(layout)
+    shapes: dict[str, jax.ShapeDtypeStruct] = {}
+    for name, rows, columns in (("w13_weight", 2 * inter, hidden), ("w2_weight", hidden, inter)):
+        if packed is None:
+            shapes |= _matrix(name, spec, (experts,), rows, columns)
+        else:
+            shape = (experts, *packed.shape(rows, columns))
+            shapes[name] = jax.ShapeDtypeStruct(shape, jnp.uint8)
+        if packed is not None or spec.has_global_scale:
+            shapes[f"{name}_scale_2"] = jax.ShapeDtypeStruct((experts,), jnp.float32)
+    if layout in GROUPED_LAYOUTS:
+        form = config.weight_format
+        found = grouped.shapes(form, layout, hidden, inter, experts, by_row=by_row)
+        for name, (shape, dtype) in found.items():
+            shapes[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    if recipe.activations.has_global_scale:
+        shapes["w2_input_scale"] = jax.ShapeDtypeStruct((experts,), jnp.float32)
     shapes["w13_bias"] = jax.ShapeDtypeStruct((experts, 2 * inter), jnp.float32)
     for name, axis in W13_ROWS.items():
         if name in shapes:
@@ -213,8 +266,7 @@ def check_weights(
         num_experts: leading size expected of the routed parameters; None: all physical experts.
 
     Raises:
-        ValueError: another format, fields in different row orders, a missing, superfluous or
-            misshaped field.
+        ValueError: another format, an unknown layout, a missing, superfluous or misshaped field.
         TypeError: not an ExpertWeights, or a field of another dtype.
     """
     if not isinstance(weights, ExpertWeights):
@@ -229,14 +281,15 @@ def check_weights(
                 "quantise or load the weights with the same config",
             )
         )
-    layout = weights.layout if weights.format == "nvfp4" else INTERLEAVE_8
-    expected_shapes = parameter_shapes(config, num_experts, layout=layout)
+    _checks.one_of("weights.layout", weights.layout, known_layouts(config))
+    by_row = getattr(weights.w13_weight_scale_2, "ndim", 1) == 2
+    expected_shapes = parameter_shapes(config, num_experts, weights.layout, by_row=by_row)
     arrays = weights.arrays()
     _check_presence(arrays, expected_shapes)
     for name, array in arrays.items():
         wanted = expected_shapes[name].shape
         in_order = name not in W13_ROWS or getattr(array, "ndim", 0) == len(wanted)
-        hint = "" if in_order else "the rows of all w13 fields have one order"
+        hint = "" if in_order else f"the arrays are not in the layout {weights.layout}"
         _checks.shape(f"weights.{name}", array, wanted, hint)
         _checks.dtype(f"weights.{name}", array, [str(expected_shapes[name].dtype)])
 

@@ -163,6 +163,15 @@ def requantize(source: SourceMatrix, target: str | WeightFormat) -> QuantizedMat
     return _converted(weight, scale, source.global_scale, form=form)
 
 
+def concatenated(first: QuantizedMatrix, second: QuantizedMatrix) -> QuantizedMatrix:
+    """The rows of two matrices with one global scale, or none, as NumPy arrays."""
+    weight, scale = (
+        np.concatenate([np.asarray(one), np.asarray(other)])
+        for one, other in zip(first[:2], second[:2], strict=True)
+    )
+    return QuantizedMatrix(weight, scale, first.global_scale)
+
+
 def quantize_matrix(w: jax.Array, form: WeightFormat) -> QuantizedMatrix:
     """A float matrix [..., N, K] in the format `form`; jit-able.
 

@@ -12,9 +12,11 @@ import jax
 import pytest
 from rich.console import Console
 
-from jax_megamoe import MoEConfig
+from jax_megamoe import MoEConfig, compile
 from jax_megamoe.cli import doctor
 from jax_megamoe.compile import MissingDependency, builder
+from jax_megamoe.launch import runnable
+from jax_megamoe.plan import families
 from jax_megamoe.runtime import extension
 from jax_megamoe.runtime.devices import KNOWN_DEVICES
 
@@ -30,7 +32,9 @@ def found(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         if name not in names:
             raise MissingDependency(f"no {name}")
 
-    monkeypatch.setattr(doctor, "find_source", find)
+    monkeypatch.setattr(compile, "find_source", find)
+    monkeypatch.setattr(compile, "has_source", names.__contains__)
+    monkeypatch.setattr(runnable, "spec_of", lambda device, reserved_sms: device)
     monkeypatch.setattr(doctor, "device_spec", lambda device: device)
     monkeypatch.setattr(extension, "module", lambda: None)
     return names
@@ -81,16 +85,15 @@ def odd(*_: Any, **__: Any) -> Any:
         (builder, "find_source", "Odd: broken"),
         (builder, "_make_compiler", "Odd: broken"),
         (builder, "cache_folder", "Odd: broken"),
-        (doctor, "find_source", "Odd: broken"),
         (doctor, "plan_mega_moe", "Odd: broken"),
-        (doctor, "check_supported", "Odd: broken"),
+        (doctor, "runnable", "Odd: broken"),
     ],
 )
 def test_whatever_one_part_raises_is_what_is_said_of_it(
     found: set[str], monkeypatch: pytest.MonkeyPatch, module: Any, name: str, expected: str
 ) -> None:
     found.add("sgl")
-    monkeypatch.setattr(doctor, "check_supported", lambda *_: "sgl")
+    monkeypatch.setattr(doctor, "runnable", lambda *_: families.FAMILIES[0])
     monkeypatch.setattr(doctor, "device_spec", lambda _: KNOWN_DEVICES["h200"])
     monkeypatch.setattr(module, name, odd)
     text = report()

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from command_line import RUN, TINY, run
 
+from jax_megamoe.cli.bench import Shape, bench_cpu
+from jax_megamoe.cli.bench_load import LoadShape, bench_load
 from jax_megamoe.cli.main import COMMANDS, main
 
 SMALL_BENCH = TINY.replace("--ranks 2 ", "")
@@ -47,6 +49,11 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
             "num_tokens: expected a multiple of 8, got 30; ranks get equally many",
         ),
         ("demo --seed -1", "seed: expected an integer >= 0, got -1"),
+        ("demo --seed 4294967296", "seed: expected at most 2^32 - 1 = 4294967295, got 4294967296"),
+        (
+            "compile --tokens 8 --device h200 --reserved-sms 132",
+            "reserved_sms: expected fewer than the device's 132 SMs, got 132",
+        ),
         ("bench gpu2", "invalid choice: 'gpu2'"),
         ("bench", "the following arguments are required: what"),
         ("bench load --top-k 2", "unrecognized arguments: --top-k"),
@@ -60,6 +67,15 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_refusals(capsys: pytest.CaptureFixture[str], line: str, text: str) -> None:
     assert text in refused(capsys, line)
+
+
+def test_measurements_are_refused() -> None:
+    """Without a command line, which would make its own devices."""
+    for measure, shape in ((bench_cpu, Shape()), (bench_load, LoadShape())):
+        with pytest.raises(ValueError, match=r"seed: expected at most 2\^32 - 1 = 4294967295"):
+            measure(shape, ["bf16"], seed=2**64)
+    with pytest.raises(ValueError, match="num_experts: expected an integer >= 1, got 0"):
+        bench_cpu(Shape(num_experts=0), ["bf16"])
 
 
 def test_traceback_on_request() -> None:

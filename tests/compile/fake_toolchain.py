@@ -24,6 +24,7 @@ HEADERS_OF = {
     "sgl": ("deep_gemm/impls/kernel.cuh", *_CUTLASS),
     "vllm": ("deep_gemm/impls/kernel.cuh", *_CUTLASS),
     "flashinfer": ("flashinfer/megamoe/kernel.cuh",),
+    "humming": ("humming/scheduler.cuh", "humming/kernel/humming.cuh"),
 }
 """Files of an include folder, by kernel source."""
 

@@ -76,6 +76,7 @@ def test_key_changes_with_each_ingredient(tmp_path, monkeypatch):
         "parameter_types": ("void*", "int"),
         "source": "vllm",
         "prelude": "#define OTHER\n",
+        "unit": ("1",),
         "options": CodeOptions(fast_math=True),
     }
     keys = [

@@ -7,6 +7,8 @@ from fake_toolchain import SPEC
 
 from jax_megamoe.compile.codegen import generate
 from jax_megamoe.compile.sources import KernelSource
+from jax_megamoe.plan.grouped import humming, tiles
+from jax_megamoe.plan.grouped.product import Product
 
 SOURCE = KernelSource("sgl", "9.9.9", Path("/include"), "0")
 
@@ -24,6 +26,25 @@ def test_macros_come_before_the_header():
     spec = dataclasses.replace(SPEC, prelude="#define QUIET 1\n")
     start = "#define QUIET 1\n#include <deep_gemm/impls/kernel.cuh>\n"
     assert generate(spec, SOURCE).startswith(start)
+
+
+def test_classes_come_between_the_header_and_the_kernel():
+    product = Product(arch=90, weights="mxfp4", inputs="bf16", num_experts=8, n=256, k=128)
+    spec = humming.kernel(product, tiles.choose(product, 8, 132))
+    text = generate(spec, KernelSource("humming", "0.1.20", Path("/include"), "0"))
+    places = (
+        "#define HUMMING_USE_TMA",
+        "#include <humming/",
+        "struct Layer",
+        "humming<Op, Problem",
+    )
+    assert sorted(places, key=text.index) == list(places)
+
+
+def test_a_source_without_a_namespace_uses_none():
+    source = KernelSource("humming", "0.1.20", Path("/include"), "0")
+    assert "using namespace" not in generate(SPEC, source)
+    assert "using namespace deep_gemm;" in generate(SPEC, SOURCE)
 
 
 def test_structs_passed_by_value_are_checked_once_each():

@@ -149,7 +149,7 @@ def test_python_without_pip(monkeypatch, tmp_path, index, cache):
     [
         (
             ("jax_megamoe",),
-            r"source: expected one of \['sgl', 'vllm', 'flashinfer'\], got 'jax_megamoe'",
+            r"expected one of \['sgl', 'vllm', 'flashinfer', 'humming'\], got 'jax_megamoe'",
         ),
         (("vllm", "0.32.0"), r"version of vllm: expected one of \['0\.33\.0'\], got '0\.32\.0'"),
         (("sgl", ">0"), r"version of sgl: expected one of \['0\.2\.5'\], got '>0'"),
@@ -169,6 +169,17 @@ def shorten(path):
     path.write_bytes(path.read_bytes()[:-3])
 
 
+def add(path):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("#pragma once")
+
+
+def link(path):
+    """Another place for the file, which has the same contents today."""
+    moved = path.rename(next(p for p in path.parents if p.name == "sources").with_name("moved"))
+    path.symlink_to(moved)
+
+
 @pytest.mark.parametrize(
     ("file", "damage", "fault"),
     [
@@ -179,6 +190,9 @@ def shorten(path):
             "other contents of {}",
         ),
         ("vllm-0.33.0.dist-info/licenses/LICENSE", remove, "no {}"),
+        ("vllm/third_party/deep_gemm/include/deep_gemm/new.cuh", add, "an added {}"),
+        ("vllm/third_party/deep_gemm/include/another/new.cuh", add, "an added {}"),
+        ("vllm/third_party/deep_gemm/include/cutlass/version.h", link, "other contents of {}"),
         ("manifest.json", remove, "no intact {}"),
         ("manifest.json", shorten, "no intact {}"),
         ("manifest.json", lambda path: path.write_text("[1]"), "no intact {}"),

@@ -15,8 +15,8 @@ from jax_megamoe.config import MoEConfig
 from jax_megamoe.formats import WEIGHT_FORMATS
 from jax_megamoe.plan import plan_mega_moe
 from jax_megamoe.plan.families.flashinfer_launch import WIDE_INTERMEDIATE
+from jax_megamoe.plan.families.vllm_sm100_nvfp4 import SCALE_BY_POINTER
 from jax_megamoe.plan.launch import KernelLaunch
-from jax_megamoe.plan.vllm_nvfp4 import SCALE_BY_POINTER
 from jax_megamoe.runtime.devices import KNOWN_DEVICES
 
 GOOD = {

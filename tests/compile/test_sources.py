@@ -22,6 +22,7 @@ INSTALLED = {
     "sgl": ("sgl-deep-gemm", "deep_gemm", "include"),
     "vllm": ("vllm", "vllm", "third_party/deep_gemm/include"),
     "flashinfer": ("flashinfer-python", "flashinfer", "data/include"),
+    "humming": ("humming-kernels", "humming", "include"),
 }
 
 
@@ -130,7 +131,9 @@ def test_module_of_another_distribution_is_refused(site):
 
 
 def test_unknown_name():
-    known = r"source: expected one of \['sgl', 'vllm', 'flashinfer', 'jax_megamoe'\], got 'other'"
+    known = (
+        r"expected one of \['sgl', 'vllm', 'flashinfer', 'humming', 'jax_megamoe'\], got 'other'"
+    )
     with pytest.raises(ValueError, match=known):
         find_source("other")
 
@@ -246,3 +249,35 @@ class TestFlashInfer:
             sources._digest.cache_clear()
             prints.append(find_source("flashinfer").fingerprint)
         assert len(set(prints)) == 3
+
+
+class TestHumming:
+    """Headers that need no CUTLASS and have no namespace, in the pinned version alone."""
+
+    def test_installed(self, site):
+        headers = install(site, "humming", "0.1.20")
+        found = find_source("humming")
+        assert (found.version, found.include_dirs) == ("0.1.20", (headers,))
+        assert found.namespace == ""
+        assert "humming" not in sys.modules
+
+    def test_fetched_wins_over_another_version(self, site, monkeypatch, tmp_path):
+        install(site, "humming", "0.1.21")
+        text = "expected the distribution humming-kernels 0.1.20, got 0.1.21; python -m jax_megamoe"
+        with pytest.raises(MissingDependency, match=re.escape(text)):
+            find_source("humming")
+        headers = fetched(monkeypatch, tmp_path, "humming")
+        assert find_source("humming").include_dir == headers
+
+    def test_variable_names_an_unpacked_wheel(self, monkeypatch, tmp_path):
+        headers = write_headers(tmp_path / "humming/include", "humming")
+        monkeypatch.setenv("JAX_MEGAMOE_HUMMING_ROOT", str(tmp_path))
+        assert find_source("humming").include_dir == headers
+
+    def test_fingerprint_follows_every_header(self, monkeypatch, tmp_path):
+        headers = write_headers(tmp_path / "humming/include", "humming")
+        monkeypatch.setenv("JAX_MEGAMOE_HUMMING_ROOT", str(tmp_path))
+        before = find_source("humming").fingerprint
+        (headers / "humming/scheduler.cuh").write_text("changed")
+        sources._digest.cache_clear()
+        assert find_source("humming").fingerprint != before

@@ -8,6 +8,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from filelock import FileLock
+
 from jax_megamoe.compile.cache import cache_folder
 
 INTERPRETER = Path(__file__).parent / "interpreter"
@@ -48,7 +50,9 @@ def library_path() -> Path:
         return path
     if compiler is None:
         raise NoCompiler("the PTX emulator needs a C++ compiler (g++)")
-    _build(compiler, path)
+    with FileLock(path.with_suffix(".lock")):  # one process builds, the others wait
+        if not path.exists():
+            _build(compiler, path)
     return path
 
 

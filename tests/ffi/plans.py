@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jax_megamoe.plan.kernel import KernelSpec, LaunchConfig
 from jax_megamoe.plan.launch import (
+    Bool,
     Fill,
     Float32,
     KernelLaunch,
@@ -39,6 +40,7 @@ KERNEL = KernelSpec(
         "cute::TmaDescriptor",
         "cute::TmaDescriptor",
         "const uint8_t*",
+        "bool",
     ),
 )
 ACTS = TensorMapSpec(
@@ -62,6 +64,7 @@ ARGUMENTS = (
     TensorMap("acts", ACTS),
     TensorMap("weights", WEIGHTS),
     Pointer("table", Operand("table", 4)),
+    Bool("fast", True),
 )
 CONFIG = LaunchConfig(
     grid=(132, 1, 1),

@@ -37,7 +37,7 @@ def test_attributes_are_paths() -> None:
         "steps.1.kernel": 0,
         "steps.1.smem": 200_000,
         "steps.1.programmatic_serialization": True,
-        "steps.1.arguments": 8,
+        "steps.1.arguments": 9,
     }
     assert {k: v for k, v in attributes.items() if k.startswith("steps.0.")} == {
         "steps.0.kind": "fill",

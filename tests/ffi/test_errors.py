@@ -75,9 +75,10 @@ def i64(*values: int) -> np.ndarray:
         (f"{LAUNCH}.programmatic_serialization", 1,
          f"{LAUNCH}.programmatic_serialization: expected a bool, got an attribute of another type"),
         (f"{LAUNCH}.arguments", 129, f"{LAUNCH}.arguments: expected an integer in [0, 128], got 1"),
-        (f"{LAUNCH}.arguments", 9, f"{LAUNCH}.arguments.8.name: expected a string, got no such"),
-        (f"{SYMMETRIC}.kind", "event", f"{SYMMETRIC}.kind: expected pointer, uint32, float32,"
-         " symmetric_buffer or tensor_map, got event"),
+        (f"{LAUNCH}.arguments", 10, f"{LAUNCH}.arguments.9.name: expected a string, got no such"),
+        (f"{LAUNCH}.arguments.8.value", 1, f"{LAUNCH}.arguments.8.value: expected a bool, got an"),
+        (f"{SYMMETRIC}.kind", "event", f"{SYMMETRIC}.kind: expected pointer, bool, uint32,"
+         " float32, symmetric_buffer or tensor_map, got event"),
         (f"{LAUNCH}.arguments.0.base", "host", f"{LAUNCH}.arguments.0.base: expected null, operand,"
          " result or symmetric_buffer, got host"),
         (f"{LAUNCH}.arguments.0.index", 1, f"{LAUNCH}.arguments.0.index: expected an index of 1"

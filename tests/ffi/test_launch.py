@@ -80,7 +80,8 @@ def test_launches_what_the_plan_says(driver: RecordingDriver, num_ranks: int) ->
         assert (launch["grid"], launch["block"]) == ([132, 1, 1], [384, 1, 1])
         assert launch["smem"] == 200_000
         assert launch["launch_attrs"] == [[4, [2, 1, 1]], [6, 1]]
-        _, stats, tokens, scale, symmetric, acts, weights, _ = launch["parameters"]
+        _, stats, tokens, scale, symmetric, acts, weights, _, fast = launch["parameters"]
+        assert bytes.fromhex(fast) == b"\1"
         assert stats == "00" * 8
         assert bytes.fromhex(tokens) == struct.pack("<I", 4_000_000_000)
         assert bytes.fromhex(scale) == struct.pack("<f", 0.1)
@@ -240,7 +241,7 @@ def test_without_xla_ranks_share_a_device(driver: RecordingDriver) -> None:
         module.unregister_symmetric_buffer(keys[rank], 0)
     for rank, launch in enumerate(driver.launches()):
         assert (launch["device"], launch["stream"]) == (0, 77 + rank)
-        y, *_, symmetric, acts, weights, table = launch["parameters"]
+        y, *_, symmetric, acts, weights, table, _ = launch["parameters"]
         assert (u64(y), u64(table)) == (BASE * 5 + 64, BASE * 4 + 4)
         assert (acts["base"], weights["base"]) == (bases[rank] + 1024, BASE * 3)
         assert struct.unpack("<Qqq", bytes.fromhex(symmetric)[:24]) == (

@@ -1,6 +1,8 @@
-"""Expert parallelism over the GPUs of a host: fp8_block, in one process and in one process a GPU.
+"""Expert parallelism over the GPUs of a host, in one process and in one process a GPU.
 
     PYTHONPATH=.:tests:benchmarks/gpu python tests/gpu/check_expert_parallel.py [--quick]
+
+Of fp8_block, or of --recipe mxfp4_block or nvfp4_block.
 
 Every result is compared bit for bit with one GPU that has all experts and all tokens, and that one
 within tests/tolerances.py with `reference`. Prints a line for each check, and exits with 1 if one
@@ -58,6 +60,7 @@ class Job:
         small: CPU sizes.
         quick: fewer calls.
         graphs: ``"on"`` or ``"off"``; empty: as XLA does by itself.
+        recipe: of the layers.
         process: index of this process among one a GPU; None: all GPUs are in this one.
         port: of the coordinator of several processes.
     """
@@ -69,6 +72,7 @@ class Job:
     small: bool
     quick: bool
     graphs: str = ""
+    recipe: str = "fp8_block"
     process: int | None = None
     port: int = 0
 
@@ -79,7 +83,7 @@ def compile_kernels(job: Job) -> None:
         device = device_spec(jax.devices()[0])
         pairs = [
             pair
-            for cell in ranks.cells(job.small)
+            for cell in ranks.cells(job.small, job.recipe)
             for pair in ((cell, job.num_ranks), (cell.on_one_device(job.num_ranks), 1))
         ]
         remarks.append(
@@ -93,7 +97,7 @@ def compile_kernels(job: Job) -> None:
 def one_device(job: Job) -> None:
     """All experts on one device: compared with `reference`, and kept for the other jobs."""
     folder = Path(job.folder)
-    cells = ranks.cells(job.small)
+    cells = ranks.cells(job.small, job.recipe)
     weights = jax.device_put(ranks.save_weights(folder, cells[0].config))
     for cell in cells:
         one = cell.on_one_device(job.num_ranks)
@@ -107,7 +111,7 @@ def one_device(job: Job) -> None:
                 y, counts = run(tokens, weights[0])
                 ranks.assert_counts(counts, tokens, cell.config)
                 want, _ = oracle(tokens, weights[0])
-                worst = max(worst, ranks.assert_agree(y, want, job.how, name))
+                worst = max(worst, ranks.assert_agree(y, want, job.how, name, job.recipe))
                 results[name] = np.asarray(y)
             remarks.append(f"{len(made)} loads, largest relative error {worst:.1e}")
         tokens = made["random"]
@@ -144,12 +148,12 @@ def on_all_ranks(job: Job) -> Ready:
     assert len(devices) == job.num_ranks, f"{job.num_ranks} devices expected, got {devices}"
     world = ranks.World(devices)
     folder = Path(job.folder)
-    weights = world.place(ranks.load_weights(folder))
+    weights = world.place(ranks.load_weights(folder, ranks.cells(job.small, job.recipe)[0].config))
     expected = {}
-    for cell in ranks.cells(job.small):
+    for cell in ranks.cells(job.small, job.recipe):
         with np.load(folder / results_of(cell)) as file:
             expected[str(cell)] = {name: file[name] for name in file.files}
-    return Ready(world, weights, ranks.cells(job.small), expected)
+    return Ready(world, weights, ranks.cells(job.small, job.recipe), expected)
 
 
 def equal(job: Job) -> None:
@@ -172,20 +176,20 @@ def equal_cell(job: Job, ready: Ready, cell: Any) -> None:
     for name, tokens in placed.items():
         with jobs.check(f"{cell}, {name}: equals one GPU, counts right"):
             y, counts = run(tokens, weights)
-            ranks.assert_same(y, expected[name], job.how)
+            ranks.assert_same(y, expected[name], job.how, job.recipe)
             ranks.assert_counts(counts, made[name], cell.config)
     with jobs.check(f"{cell}: in the caller's shard_map"):
         if job.how == "deep_gemm":
             allocate(cell, world)
         y, counts = jax.jit(ranks.inside(cell, world, job.how))(placed["uneven ranks"], weights)
-        ranks.assert_same(y, expected["uneven ranks"], job.how)
+        ranks.assert_same(y, expected["uneven ranks"], job.how, job.recipe)
         ranks.assert_counts(counts, made["uneven ranks"], cell.config)
     with jobs.check(f"{cell}: two layers on one buffer"):
         y, _ = jax.jit(ranks.two_layers(call))(placed["random"], weights, others)
-        ranks.assert_same(y, expected["two layers"], job.how)
+        ranks.assert_same(y, expected["two layers"], job.how, job.recipe)
     with jobs.check(f"{cell}: a scan over {ranks.NUM_SCANNED} layers"):
         y, _ = jax.jit(ranks.scanned(call))(placed["random"], weights)
-        ranks.assert_same(y, expected["scan"], job.how)
+        ranks.assert_same(y, expected["scan"], job.how, job.recipe)
     num_calls = NUM_CALLS_QUICK if job.quick else NUM_CALLS
     with jobs.check(f"{cell}: {num_calls} calls, two loads in turn, all like the first"):
         pair = [placed["random"], placed["uneven ranks"]]
@@ -208,7 +212,7 @@ def independent_calls(job: Job, ready: Ready) -> None:
         for _ in range(NUM_CALLS_QUICK):
             results = program(tokens, ready.weights[0])
         for (cell, load), y in zip(calls, results, strict=True):
-            ranks.assert_same(y, ready.expected[str(cell)][load], job.how)
+            ranks.assert_same(y, ready.expected[str(cell)][load], job.how, job.recipe)
 
 
 def allocate(cell: Any, world: Any) -> None:
@@ -253,7 +257,7 @@ def late_device(job: Job, ready: Ready, cell: Any) -> None:
             waited = time.perf_counter() - start
             remarks.append(f"done after {waited:.1f} s")
             busy.block_until_ready()
-            ranks.assert_same(y, ready.expected[str(cell)]["random"], job.how)
+            ranks.assert_same(y, ready.expected[str(cell)]["random"], job.how, job.recipe)
             assert not on_gpu or waited > 1, f"waited only {waited:.1f} s"
         call_often(run, arguments)
 
@@ -287,7 +291,7 @@ def late_host(job: Job, ready: Ready, cell: Any) -> None:
             start = time.perf_counter()
             y, _ = jax.block_until_ready(run(*arguments))
             remarks.append(f"done after {time.perf_counter() - start:.1f} s")
-            ranks.assert_same(y, ready.expected[str(cell)]["random"], job.how)
+            ranks.assert_same(y, ready.expected[str(cell)]["random"], job.how, job.recipe)
             assert time.perf_counter() - start >= SECONDS_BUSY
 
 
@@ -305,7 +309,7 @@ def late_process(job: Job, ready: Ready, cell: Any, when: str) -> None:
                 time.sleep(SECONDS_LATE)
             y, _ = jax.block_until_ready(run(*arguments))
             remarks.append(f"done after {time.perf_counter() - start:.1f} s")
-            ranks.assert_same(y, ready.expected[str(cell)]["random"], job.how)
+            ranks.assert_same(y, ready.expected[str(cell)]["random"], job.how, job.recipe)
         call_often(run, arguments)
 
 
@@ -381,6 +385,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer calls")
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
     parser.add_argument("--implementation", default="deep_gemm")
+    parser.add_argument("--recipe", default="fp8_block")
     parser.add_argument("--timeout", type=float, default=60, help="seconds a job may take")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -398,13 +403,16 @@ def main() -> None:
     tally = jobs.Tally()
     with tempfile.TemporaryDirectory() as folder:
         small, quick = options.small, options.quick
-        job = Job("", num_ranks, folder, options.implementation, small, quick)
+        how = options.implementation
+        job = Job("", num_ranks, folder, how, small, quick, recipe=options.recipe)
         if on_gpu:
             graph_capture.build(Path(folder))
             start_job("kernels", replace(job, task="compile_kernels"), gpus, tally, options.timeout)
         one = replace(job, task="one_device")
         start_job("one GPU", one, gpus, tally, COMPILES_REFERENCE * options.timeout)
-        if not all(Path(folder, results_of(cell)).exists() for cell in ranks.cells(small)):
+        if not all(
+            Path(folder, results_of(cell)).exists() for cell in ranks.cells(small, options.recipe)
+        ):
             jobs.finish(tally)
         for name, each in all_jobs(job).items():
             if options.only in name:

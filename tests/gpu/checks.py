@@ -79,11 +79,8 @@ class Checks:
         has_nan = bool(((right & 0x7FFF) > 0x7F80).any())
         self.check(not len(different) and not has_nan, what, detail + " with NaN" * has_nan)
 
-    def agree(self, got: Any, want: Any, what: str, block_m: int) -> None:
-        """Checks a kernel's fp8_block output against `reference`, as tests/tolerances.py says of
-        tiles of `block_m` rows."""
-        tile = ", tiles of 64" if block_m == 64 else ""
-        limit = tolerances.KERNEL_AGREEMENT[f"fp8_block{tile}"]
+    def agree(self, got: Any, want: Any, what: str, limit: tolerances.Agreement) -> None:
+        """Checks a kernel's output against `reference`."""
         found = distance(got, want)
         near = found.norm <= limit.norm and found.token <= limit.token
         straight = abs(found.gain - 1) <= tolerances.GAIN

@@ -1,7 +1,8 @@
 """The layers, loads and arrays of the checks of expert parallelism, and their comparison."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_megamoe as mm
+from jax_megamoe.weights.experts import random_experts
 from jax_megamoe.weights.params import ExpertWeights
 
 Numpy = np.ndarray[Any, Any]
@@ -40,11 +42,13 @@ class Cell:
         return Cell(mm.MoEConfig(**sizes), self.num_tokens * num_ranks)
 
 
-def cells(small: bool) -> list[Cell]:
-    """What is checked: both tile heights, tokens received in a ring and in one pool.
+def cells(small: bool, recipe: str = "fp8_block") -> list[Cell]:
+    """What is checked: several tile heights; of fp8_block, tokens received in a ring and in one
+    pool.
 
     Args:
         small: sizes that a CPU can run.
+        recipe: of the layer.
     """
     if small:
         sizes = dict(num_experts=16, top_k=4, hidden_size=512, intermediate_size=256)
@@ -53,7 +57,7 @@ def cells(small: bool) -> list[Cell]:
         sizes = dict(num_experts=32, top_k=8, hidden_size=2048, intermediate_size=768)
         counts = {1024: (8, 129, 1024), 512: (40,)}
     return [
-        Cell(mm.MoEConfig(**sizes, max_num_tokens=most, weight_format="fp8_block"), count)
+        Cell(mm.MoEConfig(**sizes, max_num_tokens=most, weight_format=recipe), count)
         for most, each in counts.items()
         for count in each
     ]
@@ -169,25 +173,25 @@ def save_weights(folder: Path, cfg: mm.MoEConfig) -> tuple[ExpertWeights, Expert
     arrays = {name: np.asarray(a) for name, a in cases.weights(cfg).arrays().items()}
     stored = {name: a.view(np.uint8) if a.itemsize == 1 else a for name, a in arrays.items()}
     np.savez(folder / "weights.npz", **stored)
-    return load_weights(folder)
+    return load_weights(folder, cfg)
 
 
-def load_weights(folder: Path) -> tuple[ExpertWeights, ExpertWeights]:
+def load_weights(folder: Path, cfg: mm.MoEConfig) -> tuple[ExpertWeights, ExpertWeights]:
     """The parameters in NumPy, and the same with the experts in reverse order."""
     with np.load(folder / "weights.npz") as file:
         stored = {name: file[name] for name in file.files}
-    fp8 = ml_dtypes.float8_e4m3fn
-    arrays = {name: a.view(fp8) if a.itemsize == 1 else a for name, a in stored.items()}
+    fp8, is_fp8 = ml_dtypes.float8_e4m3fn, cfg.weight_format.name == "fp8_block"
+    arrays = {name: a.view(fp8) if is_fp8 and a.itemsize == 1 else a for name, a in stored.items()}
     backwards = {name: np.ascontiguousarray(a[::-1]) for name, a in arrays.items()}
-    first, second = (ExpertWeights(**each, format="fp8_block") for each in (arrays, backwards))
-    return first, second
+    like = jax.eval_shape(partial(random_experts, cfg), jax.random.key(0))
+    return replace(like, **arrays), replace(like, **backwards)
 
 
-def assert_agree(got: Any, want: Any, how: str, where: str) -> float:
+def assert_agree(got: Any, want: Any, how: str, where: str, recipe: str = "fp8_block") -> float:
     """Asserts that an implementation's y [T, H] agrees with `reference`; returns its error."""
     of_kernel = how == "deep_gemm"
     table = tolerances.KERNEL_AGREEMENT if of_kernel else tolerances.AGREEMENT
-    limit = table["fp8_block"]
+    limit = table[recipe]
     error = cases.relative_error(got, want)
     token = max(map(cases.relative_error, np.asarray(got), np.asarray(want)))
     assert error <= limit.norm, f"{where}: error {error}, allowed {limit.norm}"
@@ -195,7 +199,7 @@ def assert_agree(got: Any, want: Any, how: str, where: str) -> float:
     return error
 
 
-def assert_same(got: jax.Array, want: Numpy, how: str) -> None:
+def assert_same(got: jax.Array, want: Numpy, how: str, recipe: str = "fp8_block") -> None:
     """Asserts that this process's rows of `got` [T, H] are those of `want`.
 
     Bit for bit under deep_gemm; another implementation, in a trial run without GPUs, sums in an
@@ -206,7 +210,7 @@ def assert_same(got: jax.Array, want: Numpy, how: str) -> None:
         expected = want.view(rows.dtype)[shard.index]
         where = f"rows {shard.index[0]}"
         if how != "deep_gemm":
-            assert_agree(rows, expected, how, where)
+            assert_agree(rows, expected, how, where, recipe)
             continue
         different = np.argwhere(rows.view(np.uint16) != expected.view(np.uint16))
         if len(different):

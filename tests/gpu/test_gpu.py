@@ -19,6 +19,7 @@ NEEDED_GPUS = {
     "tests/gpu/check_staging.py --quick": 1,
     "tests/gpu/check_symmetric_memory.py": 1,
     "tests/gpu/check_expert_parallel.py --quick": 2,
+    "tests/gpu/check_faults.py": 2,
 }
 """How many GPUs of compute capability 9.0 each script needs."""
 

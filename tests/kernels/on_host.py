@@ -27,7 +27,9 @@ class HostKernels:
             pytest.skip("kernels on the host need a C++ compiler (g++)")
         self._index = {spec: index for index, spec in enumerate(dict.fromkeys(specs))}
         unit, library = folder / "kernels.cc", folder / "libkernels.so"
-        unit.write_text("\n".join([_HEAD, *map(_function, self._index, self._index.values())]))
+        headers = dict.fromkeys(spec.header for spec in self._index)
+        head = [*(f"#include <{header}>" for header in headers), "using namespace jax_megamoe;"]
+        unit.write_text("\n".join([*head, *map(_function, self._index, self._index.values())]))
         flags = [
             "-std=c++20",
             "-O1",
@@ -44,13 +46,17 @@ class HostKernels:
         self._library = ctypes.CDLL(str(library))
 
     def launch(
-        self, launch: KernelLaunch, arrays: Mapping[str, np.ndarray], buffer: np.ndarray, start: int
+        self,
+        launch: KernelLaunch,
+        arrays: Mapping[str, np.ndarray],
+        buffer: np.ndarray | None = None,
+        start: int = 0,
     ) -> None:
         """Runs a launch.
 
         Args:
             arrays: operands by name.
-            buffer: the symmetric buffer from byte `start` on.
+            buffer: the symmetric buffer from byte `start` on; None: the launch names none.
         """
         values: list[ctypes.c_uint64 | ctypes.c_uint32 | ctypes.c_float] = []
         for argument in launch.arguments:
@@ -66,19 +72,14 @@ class HostKernels:
 
 
 def _address(
-    pointer: Pointer, arrays: Mapping[str, np.ndarray], buffer: np.ndarray, start: int
+    pointer: Pointer, arrays: Mapping[str, np.ndarray], buffer: np.ndarray | None, start: int
 ) -> int:
     if pointer.operand is None:
         return 0
     if pointer.operand.name == SYMMETRIC_BUFFER:
+        assert buffer is not None
         return buffer.ctypes.data + pointer.operand.offset - start
     return arrays[pointer.operand.name].ctypes.data + pointer.operand.offset
-
-
-_HEAD = """\
-#include <staging.cuh>
-using namespace jax_megamoe;
-"""
 
 
 def _function(spec: KernelSpec, index: int) -> str:

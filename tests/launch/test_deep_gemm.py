@@ -7,23 +7,20 @@ from functools import partial
 from typing import Any
 
 import cases
-import emulation as emulated_devices
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import recording
-from emulation import MEGA, STAGING, Emulation, call, config, kernel_name, sym_buffer
+from emulation import H200, MEGA, STAGING, Emulation, call, config, kernel_name, sym_buffer
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_megamoe as mm
 from jax_megamoe.launch import deep_gemm
+from jax_megamoe.launch.factors import FACTORS
 from jax_megamoe.plan.launch import KernelLaunch
 from jax_megamoe.runtime import extension
-
-driver, emulation = recording.driver, emulated_devices.emulation
 
 TOKENS = 32
 KINDS = pytest.mark.parametrize(
@@ -167,7 +164,7 @@ def test_configs_of_one_size_share_a_buffer(emulation: Emulation) -> None:
 
 def test_layouts_of_one_size_have_their_own_buffers(emulation: Emulation) -> None:
     """One has its counters where the other has tokens."""
-    emulation.device = emulated_devices.H200
+    emulation.device = H200
     sizes = dict(num_experts=16, hidden_size=2048)
     first = config("fp8_block", top_k=2, intermediate_size=512, max_num_tokens=1024, **sizes)
     other = config("fp8_block", top_k=4, intermediate_size=768, max_num_tokens=512, **sizes)
@@ -282,7 +279,7 @@ def test_sgl_takes_nvfp4_factors_as_pairs_and_one_input_scale(emulation: Emulati
     weights = cases.weights(cfg)
     largest = float(weights.w2_input_scale.max())
     factors = jax.shard_map(
-        partial(deep_gemm._factors, source="sgl", axis="ep"),
+        lambda one: FACTORS["folded"](one, "ep"),
         mesh=cases.ep_mesh(4),
         in_specs=(weights.partition_specs("ep"),),
         out_specs=P("ep"),
@@ -333,7 +330,7 @@ def test_vllm_reads_nvfp4s_input_scale_from_an_array(emulation: Emulation) -> No
 def test_vllms_nvfp4_factors(emulation: Emulation) -> None:
     weights = cases.weights(config("nvfp4", kernel_source="vllm"))
     factors = jax.shard_map(
-        partial(deep_gemm._factors, source="vllm", axis="ep"),
+        lambda one: FACTORS["input_scale_apart"](one, "ep"),
         mesh=cases.ep_mesh(4),
         in_specs=(weights.partition_specs("ep"),),
         out_specs=dict(w2_weight_scale_2=P("ep"), l2_activation_scale=P()),

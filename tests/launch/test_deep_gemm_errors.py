@@ -5,10 +5,8 @@ import sys
 from pathlib import Path
 
 import cases
-import emulation as emulated_devices
 import jax
 import pytest
-import recording
 from emulation import B200, H200, MEGA, STAGING, Emulation, call, config, fallback, kernel_of
 from fake_toolchain import write_headers
 
@@ -17,9 +15,6 @@ from jax_megamoe import compile
 from jax_megamoe.compile import MissingDependency, builder, sources
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.runtime import extension
-
-driver, emulation = recording.driver, emulated_devices.emulation
-
 
 # The choice of an implementation.
 
@@ -106,6 +101,7 @@ def test_nvfp4_rows_in_the_other_order(emulation: Emulation) -> None:
 
 def test_without_the_kernel_source(emulation: Emulation, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile, "find_source", sources.find_source)
+    monkeypatch.setattr(compile, "has_source", sources.has_source)
     monkeypatch.delenv("JAX_MEGAMOE_SGL_ROOT", raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     text = (

@@ -100,7 +100,12 @@ def test_is_its_parts(name: str, form: str) -> None:
 @KINDS
 @pytest.mark.parametrize(
     ("name", "form"),
-    [("deepseek_v3", "fp8_block"), ("deepseek_v4_hashed", "mxfp8"), ("qwen3_next", "bf16")],
+    [
+        ("deepseek_v3", "fp8_block"),
+        ("deepseek_v4_hashed", "mxfp8"),
+        ("qwen3_next", "bf16"),
+        ("llama4", "bf16"),
+    ],
 )
 def test_over_eight_devices(name: str, form: str, kind: AxisType) -> None:
     single = drawn(name, form)
@@ -284,7 +289,7 @@ def test_replicas_hold_logical_experts() -> None:
             dict(shared_stored="bf16"),
             "it is stored as bf16, and mxfp4 kernels would fuse it as mxfp8",
         ),
-        ("nvfp4", dict(kernel_source="sgl"), "sgl's NVFP4 kernel fuses none"),
+        ("nvfp4", dict(kernel_source="sgl"), "sgl's nvfp4 kernel fuses none"),
     ],
 )
 def test_says_why_a_shared_expert_is_not_fused(

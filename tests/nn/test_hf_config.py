@@ -12,6 +12,7 @@ from hf_configs import FACTS, HF_CONFIGS
 
 import jax_megamoe as mm
 from jax_megamoe.nn.hf_config import block_spec, layers_of, read_hf_config
+from jax_megamoe.weights.checkpoint.families import FAMILIES
 
 V3, V4 = "deepseek-ai/DeepSeek-V3", "deepseek-ai/DeepSeek-V4-Flash"
 QWEN, GPT_OSS = "Qwen/Qwen3-30B-A3B", "openai/gpt-oss-120b"
@@ -20,14 +21,6 @@ ACTIVATIONS = {
     "deepseek_v4": mm.Activation("swiglu", clamp=10.0),
     "gpt_oss": mm.Activation("swiglu", clamp=7.0, alpha=1.702, beta=1.0),
 }
-FAMILIES = dict(
-    deepseek_v3="DeepSeek-V3",
-    deepseek_v4="DeepSeek-V4",
-    gpt_oss="GPT-OSS",
-    kimi_k2="Kimi-K2",
-    qwen3_moe="Qwen3-MoE",
-    qwen3_next="Qwen3-Next",
-)
 
 
 @pytest.mark.parametrize("name", FACTS)
@@ -48,10 +41,11 @@ def test_block_of_a_published_model(name: str) -> None:
     assert config.activation == ACTIVATIONS.get(hf_config["model_type"], PLAIN)
     assert config.max_num_tokens == 512
     assert block.router.weight.shape == (facts["experts"], facts["hidden"])
-    if hf_config["model_type"] == "qwen3_next":
+    if hf_config["model_type"] in ("qwen3_next", "llama4"):
         assert config.num_shared_experts == 0
         assert block.shared_expert.gate_proj.shape == (facts["shared"], facts["hidden"])
-        assert block.shared_expert.output_gate.shape == (1, facts["hidden"])
+        has_gate = block.shared_expert.output_gate is not None
+        assert has_gate == (hf_config["model_type"] == "qwen3_next")
     else:
         assert block.shared_expert is None
         assert config.shared_size == facts["shared"]
@@ -62,16 +56,16 @@ def test_block_of_a_published_model(name: str) -> None:
 @pytest.mark.parametrize("name", FACTS)
 def test_layers_and_family(name: str) -> None:
     hf_config, dense = HF_CONFIGS[name], FACTS[name]["dense"]
-    layers = layers_of(hf_config)
-    extra = hf_config.get("num_nextn_predict_layers", 0)
-    assert layers.count == hf_config["num_hidden_layers"] + extra
+    layers, text = layers_of(hf_config), hf_config.get("text_config", hf_config)
+    extra = text.get("num_nextn_predict_layers", 0)
+    assert layers.count == text["num_hidden_layers"] + extra
     for index in range(dense):
         with pytest.raises(ValueError, match="expected an MoE layer, got a dense one"):
             layers.moe_kind(index)
     hashed = hf_config.get("num_hash_layers", 0)
     kinds = [layers.moe_kind(index) for index in range(dense, layers.count)]
     assert kinds == ["hashed"] * hashed + ["scored"] * (layers.count - dense - hashed)
-    assert block_spec(hf_config, layers.count - 1).family == FAMILIES[hf_config["model_type"]]
+    assert block_spec(hf_config, layers.count - 1).family == FAMILIES[hf_config["model_type"]].name
 
 
 def test_routers() -> None:
@@ -106,13 +100,50 @@ def test_routers() -> None:
     )
 
 
+def test_routers_of_further_families() -> None:
+    def router(name: str) -> mm.Router:
+        return block_spec(HF_CONFIGS[name], 5).router
+
+    assert router("deepseek-ai/DeepSeek-V3.2") == router(V3)
+    sigmoid = dict(scoring="sigmoid", renormalize=True, has_correction_bias=True)
+    assert router("zai-org/GLM-4.5") == mm.Router(
+        num_experts=160, top_k=8, scaling_factor=2.5, **sigmoid
+    )
+    assert router("MiniMaxAI/MiniMax-M2") == mm.Router(num_experts=256, top_k=8, **sigmoid)
+    assert router("mistralai/Mixtral-8x7B-v0.1") == mm.Router(
+        num_experts=8, top_k=2, renormalize=True
+    )
+    assert router("tencent/Hunyuan-A13B-Instruct") == mm.Router(
+        num_experts=64, top_k=8, renormalize=True
+    )
+    assert router("baidu/ERNIE-4.5-21B-A3B-PT") == mm.Router(
+        num_experts=64, top_k=6, renormalize=True, has_correction_bias=True
+    )
+    assert router("meta-llama/Llama-4-Scout-17B-16E") == mm.Router(
+        num_experts=16, top_k=1, scoring="sigmoid", weighs_input=True
+    )
+
+
+def test_values_of_one_layer() -> None:
+    """Hunyuan's lists; without an index all layers must have one value."""
+    name = "tencent/Hunyuan-A13B-Instruct"
+    hf_config = HF_CONFIGS[name] | dict(moe_topk=[8] * 31 + [4])
+    assert [block_spec(hf_config, index).router.top_k for index in (30, 31)] == [8, 4]
+    message = "moe_topk in hf_config: expected an integer, or a list of one alike for all layers"
+    with pytest.raises(ValueError, match=message):
+        block_spec(hf_config)
+    short = HF_CONFIGS[name] | dict(num_shared_expert=[1] * 3)
+    with pytest.raises(ValueError, match=r"num_shared_expert .* one for layer 5, got a list"):
+        block_spec(short, 5)
+
+
 def test_keys_as_transformers_saves_them() -> None:
     """Its config classes rename some keys."""
     v4 = {k: v for k, v in HF_CONFIGS[V4].items() if k != "num_hash_layers"}
     kinds = ["hash_moe"] * 3 + ["moe"] * 40
     assert block_spec(v4 | dict(mlp_layer_types=kinds), 2).router.table_size == 129280
     layers = layers_of(v4 | dict(mlp_layer_types=kinds))
-    assert (layers.count, layers.moe_kind(2), layers.moe_kind(3)) == (43, "hashed", "scored")
+    assert (layers.count, layers.moe_kind(2), layers.moe_kind(3)) == (44, "hashed", "scored")
     qwen = {k: v for k, v in HF_CONFIGS[QWEN].items() if k != "num_experts"}
     assert block_spec(qwen | dict(num_local_experts=128)) == block_spec(HF_CONFIGS[QWEN])
 
@@ -135,6 +166,8 @@ def test_text_model_of_several() -> None:
     beside = dict(quant_method="mxfp4")
     outer = dict(model_type="kimi_k25", text_config=text, quantization_config=beside)
     assert read_hf_config(outer) == text | dict(quantization_config=beside)
+    unnamed = {key: value for key, value in text.items() if key != "model_type"}
+    assert block_spec(dict(model_type="kimi_k2", text_config=unnamed)).family == "Kimi-K2"
 
 
 def test_excluded_layers_are_bf16_and_the_rest_warns_alike() -> None:
@@ -163,10 +196,16 @@ def test_excluded_layers_are_bf16_and_the_rest_warns_alike() -> None:
         (dict(decoder_sparse_step=2), 6, "decoder_sparse_step is 2"),
         (dict(first_k_dense_replace=3), 2, "first_k_dense_replace is 3"),
         (dict(moe_layer_freq=2), 7, "moe_layer_freq is 2"),
+        (dict(mlp_layer_types=["sparse", "dense"] * 24), 7, "mlp_layer_types says dense"),
+        (dict(interleave_moe_layer_step=2), 6, "interleave_moe_layer_step is 2"),
+        (dict(moe_layers=[0, 5, 7]), 6, "moe_layers has it not"),
+        (dict(moe_layer_start_index=4), 3, "moe_layer_start_index is 4"),
+        (dict(moe_layer_interval=2), 6, "moe_layer_interval is 2"),
     ],
 )
 def test_dense_layers_are_refused(changes: dict[str, Any], index: int, reason: str) -> None:
-    hf_config = HF_CONFIGS[QWEN] | changes
+    other = {key: value for key, value in HF_CONFIGS[QWEN].items() if key != "decoder_sparse_step"}
+    hf_config = other | changes
     message = rf"layer {index}: expected an MoE layer, got a dense one \({reason}\)"
     with pytest.raises(ValueError, match=message):
         mm.MegaMoEBlock.from_config(hf_config, layer_index=index, max_num_tokens=8)
@@ -181,8 +220,8 @@ class TestErrors:
                 QWEN,
                 dict(model_type="llama"),
                 None,
-                r"model_type in hf_config: expected one of \['deepseek_v3', 'deepseek_v4', "
-                r"'gpt_oss', 'kimi_k2', 'qwen3_moe', 'qwen3_next'\], got 'llama'; build a Mega",
+                r"model_type in hf_config: expected one of \['deepseek_v3', 'deepseek_v32', .*"
+                r"'qwen4_exp'\], got 'llama'; build a MegaMoEBlock from its parts",
             ),
             (QWEN, {}, 48, "layer_index: expected one of the model's 48 layers, got 48"),
             (QWEN, {}, -1, "layer_index: expected an integer >= 0, got -1"),
@@ -224,7 +263,7 @@ class TestErrors:
     @pytest.mark.parametrize("key", ["hidden_size", "num_experts_per_tok", "norm_topk_prob"])
     def test_missing_key(self, key: str) -> None:
         hf_config = {k: v for k, v in HF_CONFIGS[QWEN].items() if k != key}
-        message = f"{key} in hf_config: expected .*, got no such key"
+        message = rf"{key}( or \w+)* in hf_config: expected .*, got no such key"
         with pytest.raises(ValueError, match=message):
             block_spec(hf_config)
 
@@ -297,6 +336,49 @@ class TestErrors:
         for given, origin in ((hf_config, "hf_config"), (tmp_path, r".*config\.json")):
             with pytest.raises(ValueError, match=f"^{key} in {origin}: expected {text}"):
                 mm.MegaMoEBlock.from_config(given, max_num_tokens=8)
+
+    @pytest.mark.parametrize(
+        ("name", "changes", "text"),
+        [
+            (
+                "mistralai/Mixtral-8x7B-v0.1",
+                dict(norm_topk_prob=False),
+                "norm_topk_prob in hf_config: expected true, as in every model of Mixtral, got fal",
+            ),
+            (
+                V4,
+                dict(mlp_layer_types=["moe"] * 42),
+                "mlp_layer_types in hf_config: expected one of each of the 43 layers, got a list",
+            ),
+            (
+                V4,
+                dict(mlp_layer_types=["moe"] * 42 + ["mamba"]),
+                r"mlp_layer_types in hf_config: expected a list of \[.*\], got 'mamba'",
+            ),
+        ],
+    )
+    def test_values_of_further_families(
+        self, name: str, changes: dict[str, Any], text: str
+    ) -> None:
+        with pytest.raises(ValueError, match=text):
+            block_spec(HF_CONFIGS[name] | changes)
+
+    def test_biases_of_linear_layers(self) -> None:
+        hf_config = HF_CONFIGS["baidu/ERNIE-4.5-21B-A3B-PT"] | dict(use_bias=True)
+        message = "use_bias in hf_config: expected false: an MoE block without biases"
+        with pytest.raises(NotImplementedError, match=message):
+            block_spec(hf_config)
+
+    def test_a_layer_after_the_last_with_experts(self) -> None:
+        hf_config = HF_CONFIGS["baidu/ERNIE-4.5-21B-A3B-PT"] | dict(moe_layer_end_index=20)
+        with pytest.raises(ValueError, match=r"a dense one \(moe_layer_end_index is 20\)"):
+            block_spec(hf_config, 21)
+
+    def test_two_experts_whose_inputs_are_weighed(self) -> None:
+        text = HF_CONFIGS["meta-llama/Llama-4-Scout-17B-16E"]["text_config"]
+        message = "router top_k: expected 1 where weights multiply inputs: .*, got 2"
+        with pytest.raises(ValueError, match=message):
+            block_spec(text | dict(num_experts_per_tok=2))
 
     def test_a_block_that_does_not_run(self) -> None:
         message = "^hf_config: expected a block that runs, got router top_k: expected at most"

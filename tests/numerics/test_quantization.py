@@ -385,6 +385,18 @@ def test_shared_scale_rows_follow_the_tensor_cores_order():
         scale_pages.shared_scale_pages(scales, 16, num_rows=100)
 
 
+def test_denormal_scales_are_not_zero():
+    """XLA:CPU takes them for zero; what they scale need not be denormal."""
+    values = np.array([[448, -448, 1, 2**-9]], ml_dtypes.float8_e4m3fn)
+    scales = np.array([[2.0**-127], [1.5 * 2.0**-127], [2.0**-149], [2.0**-126], [0]], np.float32)
+    want = values.astype(np.float64) * scales.astype(np.float64)
+    want[np.abs(want) < 2.0**-126] = 0
+    assert want[0, 0] == 448 * 2.0**-127
+    for decode in (q.dequantize_fp8_block, jax.jit(q.dequantize_fp8_block)):
+        got = np.asarray(decode(np.repeat(values, 5, 0), scales))
+        np.testing.assert_array_equal(got, want.astype(np.float32))
+
+
 def test_no_tokens_quantise_to_nothing():
     x = jnp.zeros((0, 256), jnp.bfloat16)
     for quantise, decode in QUANTISERS.values():

@@ -9,21 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import cases
-import emulation as emulated_devices
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import recording
-from emulation import Emulation
+from emulation import Emulation, config
 from jax import export
 from jax.sharding import PartitionSpec as P
 
 import jax_megamoe as mm
 from jax_megamoe import symmetric_memory
 from jax_megamoe.runtime import extension
-
-driver, emulation = recording.driver, emulated_devices.emulation
 
 ROOT = Path(__file__).parents[2]
 TOKENS = 16
@@ -162,7 +158,7 @@ def test_a_capture_is_not_exported() -> None:
 
 
 def deep_gemm_call(**changes: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    cfg = emulated_devices.config(**changes)
+    cfg = config(**changes)
     call = jax.jit(partial(mm.mega_moe, config=cfg, implementation="deep_gemm"))
     return call, (*cases.tokens(cfg, TOKENS), cases.weights(cfg))
 

@@ -4,18 +4,14 @@ import re
 from functools import partial
 
 import cases
-import emulation as emulated_devices
 import jax
 import jax.numpy as jnp
 import pytest
-import recording
-from emulation import Emulation
+from emulation import Emulation, config
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_megamoe as mm
-
-driver, emulation = recording.driver, emulated_devices.emulation
 
 TOKENS = 32
 KINDS = pytest.mark.parametrize(
@@ -106,7 +102,7 @@ def test_xla_names_its_steps(ranks: int) -> None:
 
 def test_deep_gemm_names_its_launch(emulation: Emulation) -> None:
     """Staging is a kernel of the same custom call."""
-    cfg = emulated_devices.config()
+    cfg = config()
     place = dict(mesh=cases.ep_mesh(4), axis="ep")
     call = jax.jit(partial(mm.mega_moe, config=cfg, implementation="deep_gemm", **place))
     text = call.lower(*cases.tokens(cfg, TOKENS), cases.weights(cfg)).compile().as_text()

@@ -5,14 +5,13 @@ from functools import partial
 from typing import Any
 
 import cases
-import emulation as emulated_devices
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import recording
 import tolerances
 from emulation import Emulation
+from emulation import config as kernel_config
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -20,8 +19,6 @@ from jax.sharding import PartitionSpec as P
 import jax_megamoe as mm
 from jax_megamoe.weights.experts import dequantize_shared
 from jax_megamoe.weights.params import parameter_shapes
-
-driver, emulation = recording.driver, emulated_devices.emulation
 
 TOKENS = 32
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "reference"])
@@ -366,7 +363,7 @@ REFUSAL = (
 
 @pytest.mark.parametrize("jitted", [True, False])
 def test_deep_gemm_refuses(jitted: bool, emulation: Emulation) -> None:
-    cfg = emulated_devices.config()
+    cfg = kernel_config()
     x, ids, factors = cases.tokens(cfg, TOKENS)
     weights = cases.weights(cfg)
 
@@ -386,7 +383,7 @@ def test_deep_gemm_refuses(jitted: bool, emulation: Emulation) -> None:
 
 def test_deep_gemm_beside_a_shared_expert_that_learns(emulation: Emulation) -> None:
     """What the kernels' arguments do not depend on has gradients."""
-    cfg = emulated_devices.config()
+    cfg = kernel_config()
     x, ids, factors = cases.tokens(cfg, TOKENS)
     weights = cases.weights(cfg)
 

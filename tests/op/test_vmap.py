@@ -4,21 +4,17 @@ from functools import partial
 from typing import Any
 
 import cases
-import emulation as emulated_devices
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import recording
 import tolerances
-from emulation import MEGA, STAGING, Emulation
+from emulation import MEGA, STAGING, Emulation, config
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_megamoe as mm
 from jax_megamoe.routing.replicas import initial_map
-
-driver, emulation = recording.driver, emulated_devices.emulation
 
 BATCH, TOKENS = 3, 8
 AXES = (0, 0, 0, None)
@@ -126,7 +122,7 @@ def test_einsum_moe() -> None:
 
 
 def test_the_kernels_are_launched_once_for_all_rows(emulation: Emulation) -> None:
-    cfg = emulated_devices.config()
+    cfg = config()
     weights, place = cases.weights(cfg), dict(mesh=cases.ep_mesh(4), axis="ep")
     call = partial(mm.mega_moe, config=cfg, implementation="deep_gemm", **place)
     flat = cases.tokens(cfg, BATCH * TOKENS)

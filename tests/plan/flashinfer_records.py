@@ -131,7 +131,10 @@ def _layout(kind: str) -> Callable[[Mapping[str, Any]], Record]:
     def record(inputs: Mapping[str, Any]) -> Record:
         to_kernel = {"mxfp4": layouts.mxfp4_tiles, "nvfp4": layouts.nvfp4_rows}[kind]
         w13, s13 = (layouts.interleave_rows(np.asarray(inputs[n])) for n in ("w13", "s13"))
-        return {"l1": to_kernel(w13, s13), "l2": to_kernel(inputs["w2"], inputs["s2"])}
+        made = {"l1": to_kernel(w13, s13), "l2": to_kernel(inputs["w2"], inputs["s2"])}
+        if kind == "nvfp4":
+            return made
+        return {name: t.reshape(len(t), -1, layouts.TILE_BYTES) for name, t in made.items()}
 
     return record
 

@@ -1,8 +1,9 @@
 """The recorded launches and host queries under tests/golden, and the first difference of two."""
 
+import functools
 import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from golden_records import FOLDER
@@ -17,6 +18,12 @@ def read(file: str) -> Iterator[Record]:
     """The records of a file, one at a time."""
     with gzip.open(FOLDER / file, "rt") as lines:
         yield from map(json.loads, lines)
+
+
+@functools.cache
+def launch_records() -> Mapping[str, tuple[str, Record]]:
+    """The file and the record of every launch, by the record's id. Read once; not to be changed."""
+    return {record["inputs"]["id"]: (file, record) for file in LAUNCHES for record in read(file)}
 
 
 def first_difference(want: Any, got: Any, path: str = "") -> str:

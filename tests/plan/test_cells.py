@@ -24,15 +24,16 @@ def test_the_pages_are_up_to_date(statuses: dict[Cell, dict[str, str]]) -> None:
 
 def test_every_cell_has_a_kernel(statuses: dict[Cell, dict[str, str]]) -> None:
     """Of the formats' first table in behaviour.md, but for what SM90's kernel does not compute."""
-    assert len(statuses) == 48
+    assert len(statuses) == 56
     without = [
         cell
         for cell, by_source in statuses.items()
         if all(said.startswith("refused") for said in by_source.values())
     ]
     assert without == [
-        Cell("fp8_block", "GPT-OSS's swiglu", ""),
-        Cell("fp8_block", "swiglu of any alpha and beta", ""),
+        Cell(recipe, activation, "")
+        for recipe in ("fp8_block", "mxfp4_block", "nvfp4_block")
+        for activation in ("GPT-OSS's swiglu", "swiglu of any alpha and beta")
     ]
 
 
@@ -40,6 +41,7 @@ def test_cells(statuses: dict[Cell, dict[str, str]]) -> None:
     assert statuses[Cell("fp8_block", "swiglu", "")] == {
         "sgl": "run on H200; launch checked (101 records)",
         "vllm": "refused: source: expected sgl for fp8_block, got vllm",
+        "flashinfer": "refused: source: expected sgl for fp8_block, got flashinfer",
     }
     unfused = statuses[Cell("nvfp4", "swiglu", "mxfp8")]
     assert unfused["sgl"].endswith("fuses it: python -m jax_megamoe sources fetch vllm")

@@ -5,9 +5,8 @@ from collections.abc import Iterator, Mapping
 import golden_records
 import numpy as np
 import pytest
-
-from tests.plan.flashinfer_records import planned
-from tests.plan.golden_launches import Record, first_difference, read
+from flashinfer_records import planned
+from golden_launches import Record, first_difference, read
 
 PLANS, LAYOUTS = "flashinfer_plans.jsonl.gz", "flashinfer_layouts.npz"
 

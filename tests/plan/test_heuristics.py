@@ -4,23 +4,23 @@ import dataclasses
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problems import B200, FAMILIES, problems
 
 from jax_megamoe.plan import heuristics, limits
 from jax_megamoe.plan.arithmetic import align, ceil_div, cpp_float, float32
-from tests.plan.problems import B200, FAMILIES, problems
 
 
 @settings(deadline=None)
 @given(data=st.data(), family=st.sampled_from(FAMILIES))
 def test_tiles_fit_and_the_ring_holds_a_tile_of_every_height(data, family):
     problem = data.draw(problems(family))
-    tiles = heuristics.tiles(family, problem, B200)
+    tiles = heuristics.tiles(family.traits, problem, B200)
     assert tiles.block_m in (16, 32, 64, 128, 192, 240)
     assert tiles.block_m // 2 % tiles.store_m[0] == tiles.block_m // 2 % tiles.store_m[1] == 0
     assert tiles.stages >= 2
     assert tiles.combine_bytes < tiles.smem <= B200.smem_capacity
-    assert problem.hidden_size * family.activations.bits // 8 % tiles.pull_bytes == 0
-    ring = heuristics.ring_tokens(family, problem, B200.num_sms)
+    assert problem.hidden_size * family.traits.activations.bits // 8 % tiles.pull_bytes == 0
+    ring = heuristics.ring_tokens(family.traits, problem, B200.num_sms)
     assert 0 < ring <= heuristics.full_pool_tokens(problem)
     assert ring % 1920 == 0
 
@@ -29,8 +29,8 @@ def test_tiles_fit_and_the_ring_holds_a_tile_of_every_height(data, family):
 @given(data=st.data(), family=st.sampled_from(FAMILIES))
 def test_a_valid_problem_breaks_no_limit(data, family):
     problem = data.draw(problems(family))
-    ring = heuristics.ring_tokens(family, problem, B200.num_sms)
-    broken = [str(error) for error in limits.sm100_violations(family, problem, B200)]
+    ring = heuristics.ring_tokens(family.traits, problem, B200.num_sms)
+    broken = [str(error) for error in limits.sm100_violations(family.traits, problem, B200)]
     want = ["max_num_tokens: expected a ring"] if ring > heuristics.MAX_RING_TOKENS else []
     hidden = [text for text in broken if text.startswith("hidden_size: expected a multiple of 512")]
     assert len(hidden) == (problem.hidden_size > 4096 and problem.hidden_size % 512 != 0)
@@ -44,7 +44,9 @@ def test_tiles_do_not_depend_on_how_tokens_lie_on_ranks(data, family):
     problem = data.draw(problems(family))
     together = problem.num_tokens * problem.num_ranks
     spread = dataclasses.replace(problem, global_num_tokens=together, num_tokens=0)
-    assert heuristics.tiles(family, spread, B200) == heuristics.tiles(family, problem, B200)
+    assert heuristics.tiles(family.traits, spread, B200) == heuristics.tiles(
+        family.traits, problem, B200
+    )
 
 
 def test_arithmetic():

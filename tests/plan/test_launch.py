@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problems import FAMILIES, every_launch, example, launch_of, problems
 
 from jax_megamoe.plan.launch import (
     Float32,
@@ -13,7 +14,6 @@ from jax_megamoe.plan.launch import (
     parameter_block,
     parameter_block_bytes,
 )
-from jax_megamoe.plan.planner import mega_launch
 from jax_megamoe.plan.tensor_map import (
     BFLOAT16,
     INT32,
@@ -24,7 +24,6 @@ from jax_megamoe.plan.tensor_map import (
     SWIZZLE_128B,
     UINT8,
 )
-from tests.plan.problems import B200, FAMILIES, every_launch, example, problems
 
 # Bytes of the parameter block, of 26 compiled cubins (deepgemm-abi.md section 8).
 BLOCK_BYTES = {
@@ -68,7 +67,7 @@ def test_parameter_block(name):
 @given(data=st.data(), family=st.sampled_from(FAMILIES))
 def test_tensor_maps_are_what_the_driver_takes(data, family):
     """The requirements of `cuTensorMapEncodeTiled`, CUDA driver API reference."""
-    launch = mega_launch(family, data.draw(problems(family)), B200)
+    launch = launch_of(family, data.draw(problems(family)))
     specs = [each.spec for each in launch.arguments if isinstance(each, TensorMap)]
     for spec in specs:
         rank, bits = len(spec.dims), ELEMENT_BITS[spec.dtype]
@@ -86,14 +85,14 @@ def test_tensor_maps_are_what_the_driver_takes(data, family):
 
 def test_without_shared_experts_the_routed_maps_stand_in():
     for family in FAMILIES:
-        launch = mega_launch(family, example(family), B200)
+        launch = launch_of(family, example(family))
         specs = {each.name: each.spec for each in launch.arguments if isinstance(each, TensorMap)}
         shared = [name for name in specs if name.startswith("shared_")]
-        assert len(shared) == (5 if family.shared_source == "caller" else len(specs) // 2)
+        assert len(shared) == (5 if family.traits.shared_source == "caller" else len(specs) // 2)
         assert all(specs[name] == specs[name.removeprefix("shared_")] for name in shared)
 
 
 def test_nothing_is_written_without_tokens():
     for family in FAMILIES:
-        y = mega_launch(family, example(family, num_tokens=0), B200).arguments[0]
+        y = launch_of(family, example(family, num_tokens=0)).arguments[0]
         assert y == Pointer("y", None)

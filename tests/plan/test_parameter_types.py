@@ -6,16 +6,15 @@ tested in tests/compile/test_kernels.py.
 """
 
 import pytest
+from problems import B200, FAMILIES, every_launch, example, launch_of
 
 from jax_megamoe.compile import CompileError, MissingDependency, build, find_source
 from jax_megamoe.compile.builder import default_compiler
 from jax_megamoe.compile.cache import KernelCache
 from jax_megamoe.compile.compiler import Compiler
 from jax_megamoe.compile.sources import KernelSource
-from jax_megamoe.plan import limits
+from jax_megamoe.plan import families, limits
 from jax_megamoe.plan.kernel import KernelSpec
-from jax_megamoe.plan.planner import SOURCES, mega_launch
-from tests.plan.problems import B200, FAMILIES, every_launch, example
 
 
 def toolchain(name: str) -> tuple[KernelSource, Compiler]:
@@ -43,7 +42,7 @@ def assertions(kernel: KernelSpec) -> str:
     """
 
 
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("name", families.sources())
 def test_parameters_have_the_types_of_the_headers(name):
     source, compiler = toolchain(name)
     kernels = [each.kernel for each in every_launch().values() if each.kernel.source == name]
@@ -54,14 +53,14 @@ def test_parameters_have_the_types_of_the_headers(name):
 LIMITED = {"sgl": FAMILIES[0], "vllm": FAMILIES[7]}
 
 
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("name", families.sources())
 def test_the_largest_hidden_size_is_the_headers(name, tmp_path):
     family, compiler = LIMITED[name], toolchain(name)[1]
     wide = example(family, hidden_size=9728, num_tokens=128)
     with pytest.raises(CompileError, match="Hidden is too large"):
-        kernel = mega_launch(family, wide, B200).kernel
+        kernel = launch_of(family, wide).kernel
         build(kernel, compiler=compiler, cache=KernelCache(tmp_path))
-    (broken,) = limits.sm100_violations(family, wide, B200)
+    (broken,) = limits.sm100_violations(family.traits, wide, B200)
     assert "hidden_size: expected at most 9216, got 9728" in str(broken)
     allowed = example(family, hidden_size=9216, num_tokens=128)
-    assert not list(limits.sm100_violations(family, allowed, B200))
+    assert not list(limits.sm100_violations(family.traits, allowed, B200))

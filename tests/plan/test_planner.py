@@ -1,13 +1,13 @@
 """plan_mega_moe: steps, operands, sources and errors."""
 
 import pytest
+from problems import B200, H100, config
 
 from jax_megamoe import Activation
 from jax_megamoe.plan import check_sizes, plan_mega_moe
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.launch import Fill, Float32, KernelLaunch, LaunchPlan, Pointer, TensorMap
 from jax_megamoe.plan.operand import Operand
-from tests.plan.problems import B200, H100, config
 
 ROUTED = {"w13_weight", "w2_weight", "symmetric_buffer", "y"}
 SCALES = {"w13_weight_scale", "w2_weight_scale"}

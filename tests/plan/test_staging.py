@@ -1,6 +1,7 @@
 """Launches of the package's own staging kernel, and who stages a call."""
 
 import pytest
+from problems import B200, H100, config
 
 from jax_megamoe.plan import plan_mega_moe
 from jax_megamoe.plan.launch import (
@@ -14,7 +15,6 @@ from jax_megamoe.plan.launch import (
 )
 from jax_megamoe.plan.operand import Operand
 from jax_megamoe.plan.staging import Routing
-from tests.plan.problems import B200, H100, config
 
 ROUTED = ("x", "x_sf", "topk_idx", "topk_weights")
 PAGES = "shared_l1_acts_sf"
@@ -160,7 +160,7 @@ def test_sgl_stages_what_it_can(form):
     ],
 )
 def test_a_staging_kernel_that_does_not_do_it_is_refused(form, options):
-    text = f"staging_by: expected jax_megamoe for this call of {form}, got source; sgl's kernels"
+    text = f"staging_by: expected jax_megamoe for this call of {form}, got source; a source's own"
     with pytest.raises(ValueError, match=text):
         planned(form, staging_by="source", **options)
 

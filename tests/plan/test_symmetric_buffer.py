@@ -5,10 +5,10 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problems import FAMILIES, example, problems
 
 from jax_megamoe.plan import heuristics
 from jax_megamoe.plan.symmetric_buffer import ITEM_BYTES, BufferLayout, sm90_layout, sm100_layout
-from tests.plan.problems import FAMILIES, example, problems
 
 SM90_PROBLEM = example(None, max_num_tokens=4096)
 
@@ -34,7 +34,7 @@ def is_alias(layout: BufferLayout, name: str) -> bool:
 @given(data=st.data(), family=st.sampled_from(FAMILIES), num_sms=st.sampled_from([132, 148, 152]))
 def test_sm100_regions_are_apart_and_aligned(data, family, num_sms):
     problem = data.draw(problems(family))
-    layout = sm100_layout(family, problem, num_sms)
+    layout = sm100_layout(family.traits, problem, num_sms)
     assert_placed(layout)
     assert layout.max_num_tokens % 1920 == 0
     assert problem.max_num_tokens <= layout.max_num_tokens < problem.max_num_tokens + 1920
@@ -72,14 +72,14 @@ def test_scale_rows_of_tokens_are_distinct_and_in_the_region(block_m):
 
 def test_shared_experts_read_their_own_region_only_where_the_format_differs():
     shared = {"num_shared_experts": 1, "shared_format": "bf16"}
-    layouts = {(f.source, f.stem): sm100_layout(f, example(f, **shared), 148) for f in FAMILIES}
-    fp8 = layouts["sgl", "sm100_fp8_fp4_mega_moe"]
+    layouts = {f.name: sm100_layout(f.traits, example(f, **shared), 148) for f in FAMILIES}
+    fp8 = layouts["sgl_sm100_mx"]
     assert fp8["shared_l1_acts"] == fp8["x"]
-    nvfp4 = layouts["vllm", "sm100_nvfp4_mega_moe"]
+    nvfp4 = layouts["vllm_sm100_nvfp4"]
     assert nvfp4["shared_l1_acts"].dtype == "bfloat16"
     assert nvfp4["shared_l1_acts"].offset > nvfp4["topk_weights"].offset
     assert "shared_l1_acts_sf" not in nvfp4
-    assert "shared_l1_acts" not in layouts["vllm", "sm100_fp4_fp4_mega_moe"]
+    assert "shared_l1_acts" not in layouts["vllm_sm100_fp4_fp4"]
 
 
 def sizes_of(architecture: str) -> list[dict[str, int]]:
@@ -102,7 +102,9 @@ def test_equal_fingerprints_are_equal_layouts(architecture):
     families = [None] if architecture == "sm90" else [f for f in FAMILIES if f.source == "sgl"]
     for family, one in itertools.product(families, sizes_of(architecture)):
         problem = example(family, num_ranks=1, num_tokens=0, **one)
-        layout = sm90_layout(problem) if family is None else sm100_layout(family, problem, 148)
+        layout = (
+            sm90_layout(problem) if family is None else sm100_layout(family.traits, problem, 148)
+        )
         for source in ("sgl", "vllm"):
             name = layout.fingerprint(source)
             sizes.setdefault(layout.num_bytes, set()).add(name)

@@ -146,6 +146,13 @@ def test_correction_bias_is_not_in_the_weights() -> None:
     np.testing.assert_array_equal(weights, [[0.5] * TOP_K])
 
 
+def test_logits_whose_sigmoid_is_one_are_told_apart() -> None:
+    """Llama 4 chooses by logits."""
+    router = make(num_experts=4, top_k=1, scoring="sigmoid", weighs_input=True)
+    ids, weights = select_experts(jnp.asarray([[20.0, 30.0, 25.0, -1.0]]), router)
+    assert (int(ids[0, 0]), float(weights[0, 0])) == (1, 1.0)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_logits_are_float32(dtype: str, rng: np.random.Generator) -> None:
     x = jnp.asarray(rng.standard_normal((TOKENS, HIDDEN)), jnp.bfloat16)
@@ -208,6 +215,10 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("settings", "message"),
         [
+            (
+                dict(weighs_input=True),
+                "router top_k: expected 1 where weights multiply inputs: .*, got 4",
+            ),
             (dict(top_k=0), "router top_k: expected an integer >= 1, got 0"),
             (dict(top_k=17), "router top_k: expected at most num_experts = 16, got 17"),
             (

@@ -61,14 +61,14 @@ def test_layouts_are_bijective(jit: bool) -> None:
         mixed = layouts.interleave_rows(codes)
         return (
             (tiles, rows, mixed),
-            layouts.mxfp4_from_tiles(tiles, 256),
+            layouts.mxfp4_from_tiles(tiles),
             layouts.nvfp4_from_rows(rows),
             layouts.separate_rows(mixed),
         )
 
     run = jax.jit(there_and_back) if jit else there_and_back
     (tiles, rows, mixed), mx, nv, separate = run(codes, scales)
-    assert tiles.shape == (2, 2 * 3, layouts.TILE_BYTES)
+    assert tiles.shape == (2, 2, 3, layouts.TILE_BYTES)
     assert rows.shape == (2, 256, 3 * layouts.ROW_BYTES)
     np.testing.assert_array_equal(mixed[:, 16 + 8 : 16 + 16], codes[:, 128 + 8 : 128 + 16])
     for got, want in (*zip(mx, (codes, scales[..., :12])), *zip(nv, (codes, scales))):

@@ -11,7 +11,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jax_megamoe as mm
-from jax_megamoe.weights.params import ARRAY_FIELDS, check_weights, default_layout, parameter_shapes
+from jax_megamoe.weights.params import (
+    ARRAY_FIELDS,
+    check_weights,
+    default_layout,
+    known_layouts,
+    layout_of,
+    parameter_shapes,
+)
 
 BYTES = {"mxfp4": 0.5 + 1 / 32, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16, "bf16": 2.0}
 
@@ -29,6 +36,8 @@ SHAPES = {
         (16, 256, 128),
         (16, 2, 1),
     ),
+    "mxfp4_block": ("uint8", (16, 2, 2, 8704), None, None, (16, 2, 1, 8704), None),
+    "nvfp4_block": ("uint8", (16, 256, 160), None, None, (16, 256, 80), None),
 }
 
 
@@ -42,6 +51,9 @@ def test_shapes(form: str) -> None:
         want["w2_weight_scale"] = (w2_scale, scale_dtype)
     if form == "nvfp4":
         for name in ("w13_weight_scale_2", "w2_weight_scale_2", "w2_input_scale"):
+            want[name] = ((16,), "float32")
+    if form.endswith("4_block"):
+        for name in ("w13_weight_scale_2", "w2_weight_scale_2"):
             want[name] = ((16,), "float32")
     bias = (16, 8, 32) if form == "nvfp4" else (16, 256)
     want["w13_bias"], want["w2_bias"] = (bias, "float32"), ((16, 256), "float32")
@@ -71,19 +83,20 @@ def test_bytes(form: str) -> None:
     assert cases.weights(cases.config(form)).num_bytes == values * BYTES[form] + globals_
 
 
-def test_the_row_order_is_in_the_shapes() -> None:
-    cfg = cases.config("nvfp4")
-    shapes = parameter_shapes(cfg, layout="interleave8")
-    assert shapes["w13_weight"].shape == (16, 256, 128)
-    assert shapes["w13_weight_scale"].shape == (16, 4, 256)
-    moved = mm.to_layout(cases.weights(cfg), "interleave8")
-    assert (cases.weights(cfg).layout, moved.layout) == ("sgl_fp4", "interleave8")
-    for weights in (cases.weights(cfg), moved):
-        # Its static part says nothing of it: any tree of these arrays has their order.
-        tree = jax.tree.structure(moved)
-        again = jax.tree.unflatten(tree, jax.tree.leaves(weights))
-        assert again.layout == weights.layout
-        check_weights(cfg, again)
+@pytest.mark.parametrize("form", cases.FORMATS)
+def test_every_layout_of_a_format_has_shapes_of_its_own(form: str) -> None:
+    """So that arrays say their layout, whoever moves them."""
+    cfg = cases.config(form)
+    found: dict[tuple[Any, ...], str] = {}
+    for layout in known_layouts(cfg):
+        for by_row in (False, True):
+            shapes = parameter_shapes(cfg, layout=layout, by_row=by_row)
+            names = [name for name in shapes if name.startswith(("w13_weight", "w2_weight"))]
+            key = tuple((name, shapes[name].shape, str(shapes[name].dtype)) for name in names)
+            assert found.setdefault(key, layout) == layout
+            assert layout_of(cfg, {name: shapes[name] for name in names}) == layout
+    with pytest.raises(ValueError, match=r"^the layer's parameters: expected shapes of one of the"):
+        layout_of(cfg, {name: jnp.zeros((1, 3)) for name in names})
 
 
 @pytest.mark.parametrize("name", ["w13_weight", "w13_weight_scale"])
@@ -91,7 +104,7 @@ def test_fields_of_two_row_orders(name: str) -> None:
     cfg = cases.config("nvfp4")
     other = mm.to_layout(cases.weights(cfg), "interleave8")
     mixed = dataclasses.replace(cases.weights(cfg), **{name: getattr(other, name)})
-    message = r"^weights.w13_.*: expected shape .*; the rows of all w13 fields have one order"
+    message = r"^weights.w13_.*: expected shape .*; the arrays are not in the layout sgl_fp4"
     with pytest.raises(ValueError, match=message):
         check_weights(cfg, mixed)
 
@@ -138,6 +151,12 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         r"weights.format: expected 'nvfp4' \(config.weight_format\), got 'mxfp4'; quantise or load "
         r"the weights with the same config",
+    ),
+    (
+        {"layout": "halves"},
+        ValueError,
+        r"weights.layout: expected one of \['sgl_fp4', 'interleave8', 'humming_bf16'\], got "
+        r"'halves'",
     ),
     ({"w2_weight": None}, ValueError, r"weights.w2_weight: expected an array, got None"),
     ({"w13_weight": None}, ValueError, r"weights.w13_weight: expected an array, got None"),
@@ -211,6 +230,9 @@ def test_refused_for_the_config() -> None:
         check_weights(mxfp8, superfluous)
     tiled = weights.w13_weight.reshape(16, 8, 32, 256)
     message = r"^weights.w13_weight: expected shape \[16, 256, 256\], got shape \[16, 8, 32, 256\]"
+    with pytest.raises(ValueError, match=message):
+        check_weights(mxfp8, dataclasses.replace(weights, w13_weight=tiled))
+    message = r"^weights.layout: expected one of \['interleave8', 'humming_bf16'\], got 'sgl_fp4'$"
     with pytest.raises(ValueError, match=message):
         check_weights(mxfp8, dataclasses.replace(weights, w13_weight=tiled))
     message = r"^weights.w13_weight: expected shape \[2, 256, 256\], got shape \[16, 256, 256\]$"

@@ -71,7 +71,7 @@ class DemoSettings:
             as_weight_format(name, "formats")
         self.config("bf16").experts_per_rank(self.num_ranks)
         _checks.multiple("num_tokens", self.num_tokens, self.num_ranks, "ranks get equally many")
-        _checks.integer("seed", self.seed)
+        _checks.seed(self.seed)
 
     def config(self, form: str) -> MoEConfig:
         """The layer in a format."""

@@ -15,7 +15,8 @@ THREADS, DECODE_THREADS = 384, 256
 POOL_MULTIPLE, POOL_PADDING = 384, 191
 """The pool is sized for tiles of up to 192 rows, whichever are used."""
 
-_SMALLEST_TILE = 8
+_WAVES = ((1, 24), (8, 16), (16, 24))
+"""MXFP4: most tokens, experts per wave; 48 above."""
 _H20_SMS, _H200_SMS = 78, 132
 _MAX_PUSHED_TOKENS, _MAX_PUSHED_TILE = 64, 24
 
@@ -144,20 +145,38 @@ def _decoded_tiles(kind: WeightKind, sizes: Sizes, schedule: Schedule) -> int:
     return 0 if schedule.rs_swap_ab and sizes.num_sms == _H20_SMS else schedule.stages
 
 
+def _balanced(sizes: Sizes, tile: int) -> int:
+    """Tokens of a rank at which an expert gets `tile` rows on average."""
+    return tile * sizes.num_experts // (sizes.num_ranks * sizes.top_k)
+
+
+def _most_swapped(sizes: Sizes) -> int:
+    """Most tokens for which the MXFP4 kernel takes tokens as the tensor core's N."""
+    return max(16, _balanced(sizes, 24) * _H20_SMS // sizes.num_sms)
+
+
+def schedule_changes(kind: WeightKind, sizes: Sizes) -> tuple[int, ...]:
+    """Numbers of tokens up to which one schedule holds: no other ends one."""
+    if kind == "mxfp4":
+        few = tuple(_balanced(sizes, tile) * 7 // 10 for tile in (8, 24, 32))
+        return (*(most for most, _ in _WAVES), *few, _most_swapped(sizes))
+    tuned = _geometry(sizes)
+    ends = tuple(tile[0] for tile in _GENERAL_TILES)
+    if tuned is None:
+        return ends
+    own = (*tuned.tiles, (tuned.registers,), *tuned.arms)
+    return (*ends, *(end[0] for end in own))
+
+
 def mxfp4_schedule(sizes: Sizes) -> Schedule:
     """The MXFP4 kernel's schedule. No tokens are scheduled as one is."""
     tokens = max(1, sizes.num_tokens)
-
-    def balanced(tile: int) -> int:
-        """Tokens of a rank at which an expert gets `tile` rows on average."""
-        return tile * sizes.num_experts // (sizes.num_ranks * sizes.top_k)
-
-    swap = tokens <= max(16, balanced(24) * _H20_SMS // sizes.num_sms)
+    swap = tokens <= _most_swapped(sizes)
     tile = 64
     if swap:
-        tile = next((b for b in (8, 24, 32) if tokens <= balanced(b) * 7 // 10), 32)
+        tile = next((b for b in (8, 24, 32) if tokens <= _balanced(sizes, b) * 7 // 10), 32)
     registers = swap and tile == 8 and (sizes.num_sms <= _H20_SMS or tokens > 16)
-    wave = next((n for most, n in ((1, 24), (8, 16), (16, 24)) if tokens <= most), 48)
+    wave = next((n for most, n in _WAVES if tokens <= most), 48)
     wave = min(wave, sizes.local_experts)
     while sizes.local_experts % wave:
         wave -= 1

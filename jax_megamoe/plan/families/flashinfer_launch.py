@@ -28,7 +28,7 @@ from jax_megamoe.plan.tensor_map import (
     TensorMapSpec,
 )
 
-ARCH = "sm_90a"
+SOURCE, ARCH = "flashinfer", "sm_90a"
 ROW_BYTES = 80
 """NVFP4: of a weight row and 128 columns: 64 bytes of codes, 8 scales, 8 unused."""
 
@@ -182,7 +182,7 @@ def _kernel(
 ) -> KernelSpec:
     stem = f"sm90_{kind}_mega_moe_fused"
     return KernelSpec(
-        "flashinfer",
+        SOURCE,
         ARCH,
         f"flashinfer/megamoe/{stem}.cuh",
         f"{stem}_impl",

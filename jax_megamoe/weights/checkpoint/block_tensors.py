@@ -1,9 +1,10 @@
 """One layer's MoE block in a checkpoint: the router's tensors, the shared expert's, the experts'.
 
 Names, after the block's own (``model.layers.3.mlp``, DeepSeek-V4: ``layers.3.ffn``):
-``gate.weight`` or ``router.weight``, ``router.bias``, ``gate.e_score_correction_bias``
-(DeepSeek-V4: ``gate.bias``), ``gate.tid2eid``, ``shared_expert(s).{projection}.{suffix}``,
-``shared_expert_gate.weight``, ``experts.``.
+``gate.weight``, ``router.weight`` or ``gate.wg.weight`` (Hunyuan), ``router.bias``,
+``gate.e_score_correction_bias`` (DeepSeek-V4: ``gate.bias``, MiniMax-M2: without ``gate.``, ERNIE:
+``moe_statics.`` before it), ``gate.tid2eid``, ``shared_expert(s).{projection}.{suffix}`` (Hunyuan:
+``shared_mlp.``), ``shared_expert_gate.weight``, ``experts.``.
 """
 
 import re
@@ -17,13 +18,13 @@ import numpy as np
 from jax_megamoe import _checks
 from jax_megamoe.config import MoEConfig, padded_size
 from jax_megamoe.formats import BF16
+from jax_megamoe.weights.checkpoint.dialects import SHARED_NAMES
 from jax_megamoe.weights.checkpoint.load import Pairs, load_experts
 from jax_megamoe.weights.checkpoint.projection import FLOATS
 from jax_megamoe.weights.checkpoint.select import Scheme, layer_scheme, read_quantization_config
 from jax_megamoe.weights.checkpoint.tensors import Checkpoint, HeldTensor, Tensor
 from jax_megamoe.weights.experts import dequantize_experts
 
-_SHARED = ("shared_experts.", "shared_expert.")
 _FLOATING = ("bfloat16", "float16", "float32")
 _POWERS = ("float8_e8m0fnu", "uint8")
 
@@ -64,9 +65,19 @@ class BlockTensors:
         self._taken: set[str] = set()
 
     def take(
-        self, *names: str, shape: tuple[int, ...], dtypes: Iterable[str] = FLOATS
+        self,
+        *names: str,
+        shape: tuple[int, ...],
+        dtypes: Iterable[str] = FLOATS,
+        or_row: bool = False,
     ) -> np.ndarray:
         """The tensor of the first of these names that is there.
+
+        Args:
+            names: within the block.
+            shape: that it has.
+            dtypes: one of which it has.
+            or_row: it may have an axis of one more in front, which is dropped.
 
         Raises:
             ValueError: none is, another shape, or a value that is not finite.
@@ -77,12 +88,13 @@ class BlockTensors:
                 self._taken.add(name)
                 tensor = self._tensor(name)
                 where = f"{tensor.name} in {tensor.origin}"
-                _checks.shape(where, tensor, shape)
+                if not (or_row and tensor.shape == (1, *shape)):
+                    _checks.shape(where, tensor, shape)
                 _checks.dtype(where, tensor, list(dtypes))
                 array = tensor.read()
                 if not np.isfinite(array.astype(np.float32)).all():
                     raise ValueError(_checks.message(where, "finite values", "NaN or infinity"))
-                return array
+                return array.reshape(shape)
         expected = f"a tensor {' or '.join(names)}"
         raise ValueError(_checks.message(self.prefix, expected, f"none of {self._listed()}"))
 
@@ -94,9 +106,9 @@ class BlockTensors:
             ValueError: a tensor missing, unknown or of a wrong shape.
             TypeError: a tensor of a wrong dtype.
         """
-        names = [name for name in self._names if name.startswith(_SHARED)]
+        names = [name for name in self._names if name.startswith(SHARED_NAMES)]
         if not names:
-            expected = "a shared expert, shared_experts. or shared_expert."
+            expected = f"a shared expert, {', '.join(SHARED_NAMES)}"
             raise ValueError(_checks.message(self.prefix, expected, f"none of {self._listed()}"))
         self._taken.update(names)
         # Read as the one expert of a layer of its own, whose names have its number.
@@ -128,7 +140,7 @@ class BlockTensors:
         Args:
             fused_shared: whether the shared expert is loaded with the routed ones.
         """
-        loaded = ("experts.", *(_SHARED if fused_shared else ()))
+        loaded = ("experts.", *(SHARED_NAMES if fused_shared else ()))
         left = sorted(name for name in self._names - self._taken if not name.startswith(loaded))
         if left:
             expected = "only tensors that this block has parameters for"
@@ -163,7 +175,7 @@ class BlockTensors:
         ``"bf16"`` for floating point, ``"mxfp8"`` for FP8 under powers of two, which blocks of 32
         hold whatever the grid, ``"fp8"`` under other scales, else what its bytes are.
         """
-        names = sorted(name for name in self._names if name.startswith(_SHARED))
+        names = sorted(name for name in self._names if name.startswith(SHARED_NAMES))
         found: dict[str, None] = {}
         for name in names:
             stem, _, suffix = name.rpartition(".")

@@ -24,6 +24,7 @@ from jax_megamoe.config import MoEConfig
 from jax_megamoe.mesh import axis_names
 from jax_megamoe.weights import layout as layouts
 from jax_megamoe.weights.checkpoint.dialects import SHARED
+from jax_megamoe.weights.packed import PACKED_LAYOUTS
 from jax_megamoe.weights.params import ExpertWeights, parameter_shapes
 from jax_megamoe.weights.requantize import QuantizedMatrix
 
@@ -162,14 +163,20 @@ class ParameterBuffers:
         self._buffers: dict[str, dict[Range, np.ndarray]] = {}
         self._lock = threading.Lock()
 
-    def write_matrix(self, expert: int, part: str, matrix: QuantizedMatrix) -> None:
+    def write_matrix(self, expert: int, part: str, matrix: QuantizedMatrix) -> int:
         """Writes a quantised projection, rows in checkpoint order.
 
         Args:
             expert: a logical expert, or `SHARED`.
-            part: ``gate``, ``up``, ``down``, or ``gate_up`` (gate rows first).
+            part: ``gate``, ``up``, ``down``, or ``gate_up`` (gate rows first); in a packed layout
+                ``down`` or ``gate_up``.
             matrix: the rows of that part.
+
+        Returns:
+            Weights that are other numbers than before; 0 but in a packed layout.
         """
+        if expert != SHARED and self._layout in PACKED_LAYOUTS:
+            return self._write_packed(expert, part, matrix)
         name = _field("w2_weight" if part == "down" else "w13_weight", expert)
         order = self._order(expert, part)
         weight = np.asarray(matrix.weight)
@@ -185,6 +192,21 @@ class ParameterBuffers:
                     target[:, order.scale_columns] = words.T
         if matrix.global_scale is not None:
             self.write_scalar(f"{name}_scale_2", expert, matrix.global_scale)
+        return 0
+
+    def _write_packed(self, expert: int, part: str, matrix: QuantizedMatrix) -> int:
+        name = "w2_weight" if part == "down" else "w13_weight"
+        outer = matrix.global_scale
+        stored, factor, rounded = PACKED_LAYOUTS[self._layout].packed(
+            np.asarray(matrix.weight),
+            np.asarray(matrix.scale),
+            w13=part != "down",
+            global_scale=None if outer is None else np.asarray(outer),
+        )
+        for target in self._targets(name, expert):
+            target[...] = stored
+        self.write_scalar(f"{name}_scale_2", expert, factor)
+        return int(rounded)
 
     def write_scalar(self, field: str, expert: int, value: np.ndarray | jax.Array | None) -> None:
         """Writes one number of an expert into a field of shape [E]."""
@@ -211,7 +233,7 @@ class ParameterBuffers:
         if self._initial is not None:
             return replace(self._initial, **arrays)
         form = self._config.weight_format.name
-        return ExpertWeights(**arrays, format=form)
+        return ExpertWeights(**arrays, format=form, layout=self._layout)
 
     def _placed(self, name: str) -> jax.Array:
         buffers = self._buffers.pop(name)

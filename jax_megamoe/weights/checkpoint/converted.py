@@ -110,7 +110,7 @@ def load_converted(
     layout = default_layout(config)
     structs: dict[str, Any] = {name: _struct(each, layout) for name, each in tensors.items()}
     missing = {name: None for name in ("w13_weight", "w2_weight") if name not in tensors}
-    weights = ExpertWeights(**structs, **missing, format=config.weight_format.name)
+    weights = ExpertWeights(**structs, **missing, format=config.weight_format.name, layout=layout)
     # Before a tensor is read.
     check_weights(config, weights)
     placement = place(config, mesh, axis)

@@ -5,7 +5,8 @@ compressed-tensors):
 
 * ``{prefix}.{expert}.{projection}.{suffix}``, one expert's;
 * ``{prefix}.{projection}[._]{suffix}`` or ``{prefix}.{projection}``, all experts stacked;
-* ``{parent}.shared_expert(s).{projection}.{suffix}``, where the prefix is ``{parent}.experts``.
+* ``{parent}.shared_expert(s).{projection}.{suffix}`` or ``{parent}.shared_mlp. ...``, where the
+  prefix is ``{parent}.experts``.
 """
 
 import re
@@ -21,6 +22,9 @@ Kind = Literal["weight", "scale", "global_scale", "input_scale", "bias", "unused
 
 SHARED = -1
 """The shared expert's number."""
+
+SHARED_NAMES = ("shared_experts.", "shared_expert.", "shared_mlp.")
+"""What the shared expert is called beside the routed ones."""
 
 MAX_EXPERTS = 1 << 20
 """Of a layer whose number of experts is not known."""
@@ -49,6 +53,7 @@ _KINDS: MappingProxyType[str, tuple[Kind, bool]] = MappingProxyType(
         "scales": ("scale", False),
         "weight_scale": ("scale", False),
         "weight_scale_inv": ("scale", False),
+        "scale_inv": ("scale", False),
         "weight_scale_2": ("global_scale", False),
         "weight_global_scale": ("global_scale", True),
         "input_scale": ("input_scale", False),
@@ -104,7 +109,7 @@ class Dialect:
         self._num_experts = num_experts
         parent = self.prefix.rpartition(".")[0]
         stem = f"{parent}." if parent else ""
-        self._shared = (f"{stem}shared_experts.", f"{stem}shared_expert.") if shared else ()
+        self._shared = tuple(f"{stem}{name}" for name in SHARED_NAMES) if shared else ()
 
     def role(self, name: str) -> Role | None:
         """What the tensor is; None for one that is no part of these experts.

@@ -59,6 +59,32 @@ class Fields(dict[str, Any]):
             return value
         return self._checked_integer(name, value, minimum)
 
+    def of_layer(
+        self, layer_index: int | None, *names: str, default: Any = _REQUIRED, minimum: int = 0
+    ) -> int:
+        """`integer`, or that of the layer in a list of one a layer.
+
+        Args:
+            layer_index: the layer; None: of any, for all have the same.
+            names: see `integer`, as for default and minimum.
+            default: see there.
+            minimum: see there.
+
+        Raises:
+            ValueError: as `integer`; a list without that layer, or of different numbers without an
+                index.
+        """
+        name = next((name for name in names if self.get(name) is not None), None)
+        if name is None or not isinstance(self[name], list | tuple):
+            return self.integer(*names, default=default, minimum=minimum)
+        values = self.integers(name)
+        if layer_index is None and len(set(values)) == 1:
+            layer_index = 0
+        if layer_index is None or layer_index >= len(values):
+            which = "alike for all layers" if layer_index is None else f"for layer {layer_index}"
+            raise self.wrong(name, f"an integer, or a list of one {which}")
+        return self._checked_integer(name, values[layer_index], minimum)
+
     def number(self, *names: str, default: Any = _REQUIRED) -> float:
         """Likewise, a finite number."""
         name, value = self._first(names, default, "a finite number")

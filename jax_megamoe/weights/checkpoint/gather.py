@@ -9,7 +9,7 @@ from jax_megamoe import _checks
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.weights.checkpoint.dialects import SHARED, Dialect, Kind, Part, Role
 from jax_megamoe.weights.checkpoint.families import GateUpOrder
-from jax_megamoe.weights.checkpoint.projection import FLOATS, Piece, Projection
+from jax_megamoe.weights.checkpoint.projection import FLOATS, UNPACKED, Piece, Projection
 from jax_megamoe.weights.checkpoint.tensors import Tensor
 
 Key = tuple[int, Part]
@@ -227,7 +227,7 @@ class Gathering:
             self._has_gate_up_biases = True
         if role.kind != "weight" or self._is_transposed is not None:
             return
-        if str(tensor.dtype) not in FLOATS:
+        if str(tensor.dtype) not in UNPACKED:
             self._is_transposed = False if role.part == "gate_up" else None
             return
         rows, columns = self._size((0, _parts(role)[0]), self._hidden, self._inter)
@@ -237,8 +237,8 @@ class Gathering:
 
     def _order_of(self, tensor: Tensor, role: Role) -> _StackOrder | None:
         """How a stack is arranged; None where that is not known yet."""
-        is_float_weight = role.kind == "weight" and str(tensor.dtype) in FLOATS
-        if is_float_weight and self._is_transposed is None:
+        is_unpacked = role.kind == "weight" and str(tensor.dtype) in UNPACKED
+        if is_unpacked and self._is_transposed is None:
             return None
         alternating = False
         if role.part == "gate_up":

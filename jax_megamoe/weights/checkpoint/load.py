@@ -31,10 +31,9 @@ from jax_megamoe.weights.checkpoint.header import StoredTensor
 from jax_megamoe.weights.checkpoint.projection import (
     Cache,
     Projection,
-    agreed_global_scale,
     bias,
+    gate_and_up,
     scalar,
-    stacked,
 )
 from jax_megamoe.weights.checkpoint.select import (
     read_gate_up_order,
@@ -42,8 +41,9 @@ from jax_megamoe.weights.checkpoint.select import (
     stored_scheme,
 )
 from jax_megamoe.weights.checkpoint.tensors import Checkpoint, HeldTensor
+from jax_megamoe.weights.packed import PACKED_LAYOUTS, log_rounded
 from jax_megamoe.weights.params import ExpertWeights, check_weights, default_layout
-from jax_megamoe.weights.requantize import requantize
+from jax_megamoe.weights.requantize import QuantizedMatrix, concatenated, requantize
 
 Pairs = Iterable[tuple[str, Any]] | Mapping[str, Any]
 
@@ -199,8 +199,9 @@ class ExpertLoader:
             stored_sizes=stored_sizes or (config.hidden_size, config.intermediate_size),
             gate_up_order=gate_up_order,
         )
-        layout = default_layout(config) if initial is None else initial.layout
-        self._buffers = ParameterBuffers(config, placement, layout, initial)
+        self._layout = default_layout(config) if initial is None else initial.layout
+        self._buffers = ParameterBuffers(config, placement, self._layout, initial)
+        self._rounded: list[int] = []
 
     def add(self, pairs: Pairs, *, progress: bool = False) -> None:
         """Takes (name, array) pairs; names outside the prefix are passed over.
@@ -260,8 +261,9 @@ class ExpertLoader:
             ValueError: what is missing: weights, scales, or the other of two global scales.
         """
         self._check_complete(sorted(self._local))
-        if self._config.weight_format.weight.has_global_scale:
+        if self._config.recipe.activations.has_global_scale:
             self._buffers.fill("w2_input_scale", 0.0)
+        log_rounded(self._prefix, sum(self._rounded))
         weights = self._buffers.finish()
         check_weights(self._config, weights)
         return weights
@@ -293,8 +295,11 @@ class ExpertLoader:
         return len(keys) == 2 or keys[0][1] == "down" or not self._joint(keys[0][0])
 
     def _joint(self, expert: int) -> bool:
-        """Whether gate and up need each other: they have one global scale."""
-        return self._form(expert).weight.has_global_scale
+        """Whether gate and up need each other: they have one factor."""
+        return self._form(expert).weight.has_global_scale or self._packed(expert)
+
+    def _packed(self, expert: int) -> bool:
+        return expert != SHARED and self._layout in PACKED_LAYOUTS
 
     def _form(self, expert: int) -> WeightFormat:
         if expert == SHARED and self._config.shared_format is not None:
@@ -331,19 +336,19 @@ class ExpertLoader:
         else:
             for (_, part), projection in projections.items():
                 matrix = requantize(projection.source(cache), self._form(expert))
-                self._buffers.write_matrix(expert, part, matrix)
+                self._write(expert, part, matrix)
         return num_bytes
 
+    def _write(self, expert: int, part: str, matrix: QuantizedMatrix) -> None:
+        self._rounded.append(self._buffers.write_matrix(expert, part, matrix))
+
     def _convert_joint(self, expert: int, gate: Projection, up: Projection, cache: Cache) -> None:
-        form = self._form(expert)
-        sources = [gate.source(cache), up.source(cache)]
-        if gate.is_nvfp4 and up.is_nvfp4:
-            shared = agreed_global_scale(expert, *sources)
-            for part, source in zip(("gate", "up"), sources, strict=True):
-                matrix = requantize(source, form)._replace(global_scale=shared)
-                self._buffers.write_matrix(expert, part, matrix)
-        else:
-            self._buffers.write_matrix(expert, "gate_up", requantize(stacked(*sources), form))
+        matrices = gate_and_up(expert, (gate, up), self._form(expert), cache)
+        if len(matrices) == 2 and self._packed(expert):
+            matrices = [concatenated(*matrices)]
+        parts = ("gate", "up") if len(matrices) == 2 else ("gate_up",)
+        for part, matrix in zip(parts, matrices, strict=True):
+            self._write(expert, part, matrix)
 
     def _write_small(self) -> None:
         """Writes the biases and input scales that have come."""
@@ -358,7 +363,7 @@ class ExpertLoader:
             self._buffers.write_bias(expert, part, values)
         while self._gathering.input_scales:
             expert, piece = self._gathering.input_scales.popitem()
-            if expert != SHARED and self._joint(expert):
+            if expert != SHARED and self._config.recipe.activations.has_global_scale:
                 self._buffers.write_scalar("w2_input_scale", expert, scalar(piece, cache))
 
     def _check_complete(self, experts: Iterable[int]) -> None:

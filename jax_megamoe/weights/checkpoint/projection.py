@@ -2,21 +2,26 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import ml_dtypes
 import numpy as np
 
 from jax_megamoe import _checks
+from jax_megamoe.formats import WeightFormat
 from jax_megamoe.weights.checkpoint.dialects import Kind, Role
 from jax_megamoe.weights.checkpoint.tensors import Tensor
-from jax_megamoe.weights.requantize import SourceMatrix
+from jax_megamoe.weights.requantize import QuantizedMatrix, SourceMatrix, requantize
 
 FLOATS = ("bfloat16", "float16", "float32")
 PACKED = ("uint8", "int8")
 """Dtypes of E2M1 pairs."""
+UNPACKED = (*FLOATS, "float8_e4m3fn")
+"""Dtypes of weights with one value an element, whose stacks may be stored transposed."""
 _E8M0_ONE = 127
+_BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128)
+_GRID_BLOCKS = (1, 16, 32, 64, 128)
 
 GLOBAL_SCALE_TOLERANCE = 1e-5
 """Largest relative difference of w1's and w3's global scales: the kernel takes one for both."""
@@ -36,6 +41,7 @@ class Piece:
         half: 0 for gate and 1 for up in a tensor with both, else None.
         transposed: stored as [K, N].
         alternating: gate and up rows in turns, rather than gate rows first.
+        rows: N, for a scale, which may cover rows of gate and of up; 0: one scale a row.
     """
 
     tensor: Tensor
@@ -44,6 +50,7 @@ class Piece:
     half: int | None = None
     transposed: bool = False
     alternating: bool = False
+    rows: int = 0
 
     @property
     def where(self) -> str:
@@ -57,12 +64,22 @@ class Piece:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape when read."""
+        shape = self._stored_shape[:: -1 if self.transposed else 1]
+        if not self._splits(shape):
+            return shape
+        taken = self._own_rows(shape[0])
+        rows = len(range(shape[0])[taken]) if isinstance(taken, slice) else taken.size
+        return (rows, *shape[1:])
+
+    @property
+    def _stored_shape(self) -> tuple[int, ...]:
+        """Of one matrix, or of gate and up."""
         shape = self.tensor.shape[0 if self.index is None else 1 :]
         if self.role.blocks and len(shape) == 3:
-            shape = (shape[0], shape[1] * shape[2])
-        if self.transposed:
-            shape = shape[::-1]
-        return (shape[0] // 2, *shape[1:]) if self._splits(shape) else shape
+            return (shape[0], shape[1] * shape[2])
+        if self.role.kind == "scale" and len(shape) == 4 and shape[1] == shape[3] == 1:
+            return (shape[0], shape[2])  # ModelOpt's FP8_PB_WO
+        return shape
 
     @property
     def num_bytes(self) -> int:
@@ -75,20 +92,29 @@ class Piece:
         if key not in cache:
             cache[key] = self.tensor.read(self.index)
         array = cache[key] if self.half is not None else cache.pop(key)
-        if self.role.blocks:
-            array = array.reshape(array.shape[0], -1)
+        array = array.reshape(self._stored_shape)
         if self.transposed:
             array = array.T
-        if not self._splits(array.shape):
-            return array
-        if self.alternating:
-            return array[self.half :: 2]
-        middle = array.shape[0] // 2
-        return array[middle:] if self.half else array[:middle]
+        return array[self._own_rows(len(array))] if self._splits(array.shape) else array
 
     def _splits(self, shape: tuple[int, ...]) -> bool:
         # One number, as a scale of both halves is, belongs to each.
         return self.half is not None and bool(shape) and shape[0] > 1
+
+    def _own_rows(self, entries: int) -> slice | np.ndarray:
+        """This half's of the rows of a tensor with both; of scales, one for each of its rows, or
+        for as many as no scale ends among."""
+        assert self.half is not None
+        block = _block(2 * self.rows, entries) if self.rows else 1
+        if block is None and (self.alternating or entries % 2):
+            return slice(None)  # no grid over both, which the check of its shape says
+        if block in (None, 1):  # None: each half has scales of its own, the last for fewer rows
+            middle = entries // 2
+            halves = (slice(middle), slice(middle, None))
+            return slice(self.half, None, 2) if self.alternating else halves[self.half]
+        step = block // 2 if self.alternating else math.gcd(block, self.rows)
+        own = np.arange(0, self.rows, step)
+        return (2 * own if self.alternating else own + self.half * self.rows) // block
 
 
 @dataclass
@@ -117,8 +143,13 @@ class Projection:
         if kind in self.pieces:
             got = f"{piece.where} and {self.pieces[kind].where}"
             raise ValueError(_checks.message(f"{kind} of a projection", "one tensor", got))
+        if kind == "scale":
+            piece = replace(piece, rows=self.stored[0])
         _check_piece(piece, self.stored)
         self.pieces[kind] = piece
+        weight, scale = self.pieces.get("weight"), self.pieces.get("scale")
+        if weight is not None and scale is not None and kind in ("weight", "scale"):
+            self.pieces["scale"] = _oriented(scale, weight, self.stored)
 
     @property
     def missing(self) -> str | None:
@@ -172,17 +203,40 @@ class Projection:
         return None if piece is None else scalar(piece, cache)
 
 
+def _oriented(scale: Piece, weight: Piece, stored: tuple[int, int]) -> Piece:
+    """The scale as a grid over [N, K]: stored as the weight is, which may be [K, N].
+
+    Raises:
+        ValueError: it is no such grid.
+    """
+    across = replace(scale, transposed=True)
+    if weight.transposed and _fits_grid(across.shape, stored):
+        return across
+    if not _fits_grid(scale.shape, stored):
+        expected = f"a grid of scales over {list(stored)} in blocks of 1, 16, 32, 64 or 128"
+        got = f"shape {list(scale.shape)}"
+        raise ValueError(_checks.message(scale.where, expected, got, _hint(scale)))
+    return scale
+
+
 def scalar(piece: Piece, cache: Cache) -> np.ndarray:
     """A scale of one number, float32 []: the reciprocal of a divisor.
 
     Raises:
-        ValueError: not finite, negative, or a divisor of 0.
+        ValueError: not finite, negative, a divisor of 0, or a scale that is denormal, which CPUs
+            and GPUs multiply by differently.
     """
     value = piece.read(cache).reshape(()).astype(np.float32)
-    if not np.isfinite(value) or value < 0 or (piece.role.divisor and value == 0):
-        expected = "a finite number > 0" if piece.role.divisor else "a finite number >= 0"
+    divisor = piece.role.divisor
+    with np.errstate(divide="ignore", over="ignore"):
+        scale = np.float32(1) / value if divisor else value
+    is_zero = scale == 0 and not divisor
+    if not (is_zero or np.finfo(np.float32).tiny <= scale < np.inf):
+        expected = "a finite number >= 0, not denormal"
+        if divisor:
+            expected = "a finite number > 0 whose reciprocal is finite and not denormal"
         raise ValueError(_checks.message(piece.where, expected, value.item()))
-    return np.float32(1) / value if piece.role.divisor else value
+    return scale
 
 
 def bias(piece: Piece, size: int, cache: Cache) -> np.ndarray:
@@ -212,6 +266,27 @@ def agreed_global_scale(expert: int, gate: SourceMatrix, up: SourceMatrix) -> np
         expected = f"one for gate and up, to a relative {GLOBAL_SCALE_TOLERANCE}"
         raise ValueError(_checks.message(f"global scales of expert {expert}", expected, got))
     return scales[0] if low > 0 else high
+
+
+def gate_and_up(
+    expert: int, projections: tuple[Projection, Projection], form: WeightFormat, cache: Cache
+) -> list[QuantizedMatrix]:
+    """An expert's gate and up in a format, one matrix each or, where they must be quantised under
+    one global scale, one for both.
+
+    Args:
+        expert: for messages.
+        projections: of gate and of up.
+        form: the target.
+        cache: of slices.
+    """
+    sources = [projection.source(cache) for projection in projections]
+    if all(projection.is_nvfp4 for projection in projections):
+        shared = agreed_global_scale(expert, *sources)
+        return [requantize(each, form)._replace(global_scale=shared) for each in sources]
+    if form.weight.has_global_scale:
+        return [requantize(stacked(*sources), form)]
+    return [requantize(each, form) for each in sources]
 
 
 def stacked(gate: SourceMatrix, up: SourceMatrix) -> SourceMatrix:
@@ -248,11 +323,16 @@ def granularity(size: int, entries: int, padded: int) -> int:
     """
     if entries == 1:
         return padded
-    for block in (1, 2, 4, 8, 16, 32, 64, 128):
-        if -(-size // block) == entries:
-            return block
+    block = _block(size, entries)
+    if block is not None:
+        return block
     expected = f"a scale for each 1, 2, 4, ..., or 128 of {size} values"
     raise ValueError(_checks.message("scale", expected, f"{entries} scales"))
+
+
+def _block(size: int, entries: int) -> int | None:
+    """The power of two up to 128 of which `entries` cover `size`, the last perhaps less."""
+    return next((b for b in _BLOCKS if -(-size // b) == entries), None)
 
 
 def _padded(array: np.ndarray, shape: tuple[int, int], fill: int) -> np.ndarray:
@@ -265,7 +345,7 @@ def _padded(array: np.ndarray, shape: tuple[int, int], fill: int) -> np.ndarray:
 
 
 _DTYPES: Mapping[Kind, tuple[str, ...]] = {
-    "weight": (*FLOATS, "float8_e4m3fn", *PACKED),
+    "weight": (*UNPACKED, *PACKED),
     "scale": ("float32", "bfloat16", "uint8", "float8_e8m0fnu", "float8_e4m3fn"),
     "global_scale": ("float32",),
     "input_scale": ("float32",),
@@ -284,9 +364,7 @@ def _check_piece(piece: Piece, stored: tuple[int, int]) -> None:
         _checks.shape(piece.where, piece, (rows, stored_columns), _hint(piece))
     elif kind == "bias":
         _checks.shape(piece.where, piece, (rows,), _hint(piece))
-    elif kind == "scale":
-        _check_scale_shape(piece, stored)
-    elif math.prod(piece.shape) != 1:
+    elif kind != "scale" and math.prod(piece.shape) != 1:
         raise ValueError(_checks.message(piece.where, "one number", f"shape {list(piece.shape)}"))
 
 
@@ -296,15 +374,10 @@ def _hint(piece: Piece) -> str:
     return "" if is_whole else f"one expert's part of {list(piece.tensor.shape)}"
 
 
-def _check_scale_shape(piece: Piece, stored: tuple[int, int]) -> None:
-    shape = piece.shape
+def _fits_grid(shape: tuple[int, ...], stored: tuple[int, int]) -> bool:
     if len(shape) < 2:
         shape = (*shape, 1) if math.prod(shape) > 1 else (1, 1)
-    fits = len(shape) == 2 and all(
-        entries == 1 or any(-(-size // block) == entries for block in (1, 16, 32, 64, 128))
+    return len(shape) == 2 and all(
+        entries == 1 or _block(size, entries) in _GRID_BLOCKS
         for size, entries in zip(stored, shape, strict=True)
     )
-    if not fits:
-        expected = f"a grid of scales over {list(stored)} in blocks of 1, 16, 32, 64 or 128"
-        got = f"shape {list(piece.shape)}"
-        raise ValueError(_checks.message(piece.where, expected, got, _hint(piece)))

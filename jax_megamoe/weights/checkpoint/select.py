@@ -30,6 +30,7 @@ _MODELOPT: Mapping[str, Scheme] = MappingProxyType(
         "MXFP8": "mxfp8",
         "W4A8_MXFP4_FP8": "mxfp4",
         "FP8_PB_WO": "fp8_block",
+        "FP8_BLOCK_SCALES": "fp8_block",
         "FP8": "fp8",
     }
 )

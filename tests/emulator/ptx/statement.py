@@ -152,8 +152,10 @@ class Statement:
         """Takes a vector of sources, or one."""
         return [self.body.source(each) for each in _vector(self.take())]
 
-    def rest(self) -> list[int]:
-        """Takes all operands that are left, each one source."""
+    def rest(self, *counts: int) -> list[int]:
+        """Takes all operands that are left, each one source; so many (or so many) there are."""
+        if counts and len(self.operands) not in counts:
+            self.error(f"{' or '.join(map(str, counts))} sources expected")
         return [self.src() for _ in range(len(self.operands))]
 
     def address(self) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-// As much of CUDA as kernels/staging.cuh uses, for a host compiler: it takes the place of the
+// As much of CUDA as this package's kernels use, for a host compiler: it takes the place of the
 // header of this name. A block's threads are fibers that take turns; warps and blocks meet as on a
 // GPU.
 
@@ -26,6 +26,9 @@ struct uint4 {
 };
 struct float2 {
   float x, y;
+};
+struct float4 {
+  float x, y, z, w;
 };
 struct Index {
   uint32_t x;
@@ -139,6 +142,27 @@ inline uint32_t __shfl_xor_sync(uint32_t, uint32_t number, uint32_t distance) {
   return host_cuda::Exchange(number, [&](const uint32_t* lanes) { return lanes[lane ^ distance]; });
 }
 
+inline uint32_t __shfl_up_sync(uint32_t, uint32_t number, uint32_t distance) {
+  const uint32_t lane = threadIdx.x % host_cuda::kWarp;
+  return host_cuda::Exchange(number, [&](const uint32_t* lanes) {
+    return lanes[lane >= distance ? lane - distance : lane];
+  });
+}
+
+inline uint32_t __match_any_sync(uint32_t, uint32_t number) {
+  return host_cuda::Exchange(number, [&](const uint32_t* lanes) {
+    uint32_t alike = 0;
+    for (uint32_t lane = 0; lane < host_cuda::kWarp; ++lane)
+      alike |= (lanes[lane] == number) << lane;
+    return alike;
+  });
+}
+
+inline void __syncwarp() {
+  host_cuda::Wait(host_cuda::block.warps[threadIdx.x / host_cuda::kWarp]);
+}
+inline uint32_t __popc(uint32_t bits) { return std::popcount(bits); }
+
 inline uint32_t max(uint32_t a, uint32_t b) { return a > b ? a : b; }
 inline uint32_t min(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
@@ -156,6 +180,7 @@ inline uint32_t __vmaxu2(uint32_t a, uint32_t b) {
 
 inline float __uint_as_float(uint32_t bits) { return std::bit_cast<float>(bits); }
 inline uint32_t __float_as_uint(float number) { return std::bit_cast<uint32_t>(number); }
+inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }

@@ -26,6 +26,22 @@ def test_values() -> None:
     assert FIELDS.inner("null") is None and FIELDS.each("absent") == {}
 
 
+def test_values_of_a_layer() -> None:
+    fields = Fields(dict(one=4, each=[4, 2], same=[3, 3], odd=[4, "2"]), "a/config.json")
+    assert fields.of_layer(None, "one") == fields.of_layer(0, "each") == 4
+    assert fields.of_layer(1, "each") == 2 and fields.of_layer(None, "same") == 3
+    assert fields.of_layer(7, "absent", default=5) == 5
+    for index, name, text in (
+        (None, "each", "an integer, or a list of one alike for all layers, got a list of 2"),
+        (2, "each", "an integer, or a list of one for layer 2, got a list of 2"),
+        (0, "odd", "an integer >= 0, got '2'"),
+    ):
+        with pytest.raises(ValueError, match=rf"^{name} in a/config\.json: expected {text}"):
+            fields.of_layer(index, name)
+    with pytest.raises(ValueError, match=r"each in .*: expected an integer >= 3, got 2"):
+        fields.of_layer(1, "each", minimum=3)
+
+
 @pytest.mark.parametrize("read", [Fields.integer, Fields.number, Fields.flag, Fields.text])
 def test_absent_and_null_have_the_default(read: Callable[..., Any]) -> None:
     assert read(FIELDS, "absent", "null", default=None) is None

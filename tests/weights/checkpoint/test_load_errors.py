@@ -262,7 +262,7 @@ CASES: dict[str, tuple[str, Callable[[Tensors], None], type[Exception], str]] = 
         "nvfp4",
         added(f"{UP}.weight_scale_2", np.float32(np.nan)),
         ValueError,
-        rf"{UP}\.weight_scale_2 in \S+: expected a finite number >= 0, got nan",
+        rf"{UP}\.weight_scale_2 in \S+: expected a finite number >= 0, not denormal, got nan",
     ),
     "input scale NaN": (
         "nvfp4",
@@ -273,7 +273,7 @@ CASES: dict[str, tuple[str, Callable[[Tensors], None], type[Exception], str]] = 
             }
         ),
         ValueError,
-        r"\.1\.down_proj\.input_scale in \S+: expected a finite number >= 0, got nan",
+        r"\.1\.down_proj\.input_scale in \S+: expected a finite number >= 0, not denormal, got nan",
     ),
     "some input scales": (
         "nvfp4",
@@ -287,7 +287,21 @@ CASES: dict[str, tuple[str, Callable[[Tensors], None], type[Exception], str]] = 
             {f"{UP}.weight_global_scale": 0 * tensors.pop(f"{UP}.weight_scale_2")}
         ),
         ValueError,
-        rf"{UP}\.weight_global_scale in \S+: expected a finite number > 0, got 0",
+        rf"{UP}\.weight_global_scale in \S+: expected a finite number > 0 .* got 0",
+    ),
+    "divisor that overflows": (
+        "nvfp4",
+        lambda tensors: tensors.update(
+            {f"{UP}.weight_global_scale": 1e-39 * tensors.pop(f"{UP}.weight_scale_2")}
+        ),
+        ValueError,
+        rf"{UP}\.weight_global_scale in \S+: expected a finite number > 0 whose reciprocal is fin",
+    ),
+    "denormal global scale": (
+        "nvfp4",
+        added(f"{UP}.weight_scale_2", np.float32(1e-39)),
+        ValueError,
+        rf"{UP}\.weight_scale_2 in \S+: expected a finite number >= 0, not denormal, got 1\.00",
     ),
     "some biases": (
         "bf16",

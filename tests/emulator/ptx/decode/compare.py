@@ -10,7 +10,15 @@ def _setp(s: Statement) -> None:
     mode, boolean = s.need(COMPARISONS), s.choice(BOOLEANS, 0)
     flags = FTZ if s.flag("ftz") else 0
     dst = s.dst_pair()
-    s.emit("Setp", type=s.type(), dst=dst, src=s.rest(), mode=mode, mode2=boolean, flags=flags)
+    s.emit(
+        "Setp",
+        type=s.type(),
+        dst=dst,
+        src=s.rest(3 if boolean else 2),
+        mode=mode,
+        mode2=boolean,
+        flags=flags,
+    )
 
 
 @decodes("set")
@@ -25,4 +33,4 @@ def _set(s: Statement) -> None:
 
 @decodes("selp")
 def _selp(s: Statement) -> None:
-    plain(s, "Selp")
+    plain(s, "Selp", 3)

@@ -14,5 +14,5 @@ def _cvt(s: Statement) -> None:
     bits = {"ftz": FTZ, "sat": SAT, "satfinite": SATFINITE, "relu": RELU}
     flags = sum(bit for name, bit in bits.items() if s.flag(name))
     packed = to.endswith("x2") or source.endswith("x2")
-    op, dst = "CvtPacked" if packed else "Cvt", [s.dst()]
-    s.emit(op, type=to, type2=source, dst=dst, src=s.rest(), mode=mode, flags=flags)
+    op, dst, counts = "CvtPacked" if packed else "Cvt", [s.dst()], (1, 2) if packed else (1,)
+    s.emit(op, type=to, type2=source, dst=dst, src=s.rest(*counts), mode=mode, flags=flags)

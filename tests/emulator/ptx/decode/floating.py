@@ -10,7 +10,7 @@ def _flags(s: Statement) -> int:
     return sum(bit for name, bit in bits.items() if s.flag(name))
 
 
-def _arithmetic(s: Statement, integer: str, floating: str) -> None:
+def _arithmetic(s: Statement, integer: str, floating: str, sources: int = 2) -> None:
     """Emits the integer or the float opcode by the type.
 
     Mixed precision has the types of the result and of the narrow sources
@@ -24,7 +24,7 @@ def _arithmetic(s: Statement, integer: str, floating: str) -> None:
     if len(types) > 2 or (len(types) == 2 and (types[0] != "f32" or types[1] not in FLOATS)):
         s.error("types not supported")
     dst = [s.dst()]
-    s.emit(op, type=types[0], type2=types[-1], dst=dst, src=s.rest(), mode=mode, flags=flags)
+    s.emit(op, type=types[0], type2=types[-1], dst=dst, src=s.rest(sources), mode=mode, flags=flags)
 
 
 @decodes("add")
@@ -46,12 +46,12 @@ def _mul(s: Statement) -> None:
 @decodes("mad")
 def _mad(s: Statement) -> None:
     half = s.choice({"hi": "MadHi", "wide": "MadWide", "lo": "MadLo"}, "MadLo")
-    _arithmetic(s, half, "FFma")
+    _arithmetic(s, half, "FFma", 3)
 
 
 @decodes("fma")
 def _fma(s: Statement) -> None:
-    _arithmetic(s, "", "FFma")
+    _arithmetic(s, "", "FFma", 3)
 
 
 @decodes("div")
@@ -62,12 +62,12 @@ def _div(s: Statement) -> None:
 
 @decodes("abs")
 def _abs(s: Statement) -> None:
-    _arithmetic(s, "Abs", "FAbs")
+    _arithmetic(s, "Abs", "FAbs", 1)
 
 
 @decodes("neg")
 def _neg(s: Statement) -> None:
-    _arithmetic(s, "Neg", "FNeg")
+    _arithmetic(s, "Neg", "FNeg", 1)
 
 
 @decodes("min")
@@ -86,9 +86,9 @@ def _function(s: Statement) -> None:
     mode, flags = s.choice(ROUNDINGS, 0), _flags(s)
     if mode or flags & ~FTZ:
         s.error("rounding or flag not supported")
-    plain(s, s.name.capitalize(), flags=flags)
+    plain(s, s.name.capitalize(), 1, flags=flags)
 
 
 @decodes("copysign")
 def _copysign(s: Statement) -> None:
-    plain(s, "Copysign")
+    plain(s, "Copysign", 2)

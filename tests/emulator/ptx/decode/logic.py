@@ -6,7 +6,7 @@ from emulator.ptx.statement import Statement, decodes
 
 @decodes("and", "or", "xor", "not", "shl", "shr")
 def _plain(s: Statement) -> None:
-    plain(s, s.name.capitalize())
+    plain(s, s.name.capitalize(), 1 if s.name == "not" else 2)
 
 
 @decodes("lop3")
@@ -20,4 +20,4 @@ def _lop3(s: Statement) -> None:
 def _shf(s: Statement) -> None:
     right = s.need({"l": 0, "r": 1})
     wrap = s.need({"clamp": 0, "wrap": 1})
-    plain(s, "Shf", mode=right, mode2=wrap)
+    plain(s, "Shf", 3, mode=right, mode2=wrap)

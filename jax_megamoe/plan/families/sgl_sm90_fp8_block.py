@@ -1,13 +1,20 @@
-"""Launches of the sgl source's SM90 kernels: FP8 with 128x128 float32 scales, and its staging."""
+"""The sgl source's SM90 kernels: FP8 with 128x128 float32 scales, and its staging."""
 
-from jax_megamoe.plan import sm90_heuristics
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from jax_megamoe.config import MoEConfig
+from jax_megamoe.formats import INTERLEAVE_8, Rounding
+from jax_megamoe.plan import limits, sm90_heuristics, staging
 from jax_megamoe.plan.arithmetic import cpp_bool, cpp_float
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.kernel import KernelSpec, LaunchConfig
+from jax_megamoe.plan.kernel_family import FactorRule, Request
 from jax_megamoe.plan.launch import (
     Float32,
     KernelArgument,
     KernelLaunch,
+    LaunchPlan,
     Pointer,
     SymmetricBuffer,
     TensorMap,
@@ -15,7 +22,8 @@ from jax_megamoe.plan.launch import (
     optional,
 )
 from jax_megamoe.plan.operand import SYMMETRIC_BUFFER, Operand
-from jax_megamoe.plan.problem import Problem
+from jax_megamoe.plan.problem import Problem, problem_of
+from jax_megamoe.plan.refusal import Refusal
 from jax_megamoe.plan.sgl_staging import (
     region_pointer,
     staging_blocks,
@@ -32,7 +40,7 @@ from jax_megamoe.plan.tensor_map import (
     TensorMapSpec,
 )
 
-ARCH = "sm_90a"
+SOURCE, ARCH = "sgl", "sm_90a"
 _WIDE_STAGING = 4096
 
 
@@ -42,7 +50,7 @@ def mega_launch(problem: Problem, device: DeviceSpec) -> KernelLaunch:
     map_type = "cute::TmaDescriptor"
     layer_types = (map_type, map_type, map_type, "const float*")
     kernel = KernelSpec(
-        "sgl",
+        SOURCE,
         ARCH,
         "deep_gemm/impls/sm90_fp8_mega_moe.cuh",
         "sm90_fp8_mega_moe_impl",
@@ -189,7 +197,7 @@ def staging_launch(
     )
     header = "deep_gemm/impls/sm90_mega_moe_pre_dispatch.cuh"
     symbol = "sm90_mega_moe_pre_dispatch_kernel"
-    kernel = KernelSpec("sgl", ARCH, header, symbol, ("128", "false"), types)
+    kernel = KernelSpec(SOURCE, ARCH, header, symbol, ("128", "false"), types)
     arguments = (
         *staging_inputs(problem),
         *(region_pointer(layout, name) for name in ("x", "x_sf", "topk_idx", "topk_weights")),
@@ -199,3 +207,79 @@ def staging_launch(
     threads = problem.hidden_size // 8
     config = LaunchConfig((staging_blocks(problem, layout), 1, 1), (threads, 1, 1))
     return KernelLaunch(kernel, config, arguments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sm90Family:
+    """See `KernelFamily`."""
+
+    name: str = "sgl_sm90_fp8_block"
+    source: str = SOURCE
+    implementation: str = "deep_gemm"
+    architecture: str = "sm90"
+    recipes: tuple[str, ...] = ("fp8_block",)
+    w13_layout: str = INTERLEAVE_8
+    rounding: Rounding | None = None
+    factors: FactorRule = "none"
+
+    def runs_on(self, device: DeviceSpec) -> bool:
+        """Whether the device is a Hopper."""
+        return device.arch == limits.SM90_ARCH
+
+    def unsupported(self, config: MoEConfig) -> Refusal | None:
+        """An activation with parameters, or a fused shared expert."""
+        return next(limits.sm90_features(problem_of(config, 1, 0)), None)
+
+    def refusals(self, request: Request) -> Iterator[Refusal]:
+        """Rules that a call breaks."""
+        problem = self.problem(request)
+        yield from limits.sm90_violations(problem, request.device)
+        staged = self._staged_by(problem, request)
+        if isinstance(staged, Refusal):
+            yield staged
+
+    def refusals_of_any(self, request: Request) -> Iterator[Refusal]:
+        """Rules that some call with 0 to max_num_tokens tokens breaks."""
+        config = request.config
+        yield from self.refusals(replace(request, num_tokens=0))
+        # The tile height and the batch size change once each; stages depend on nothing else.
+        changes = (64 * config.num_experts // (request.num_ranks * config.top_k), 8192)
+        counts = (*changes, *(change + 1 for change in changes), config.max_num_tokens)
+        for num_tokens in counts:
+            if num_tokens <= config.max_num_tokens:
+                problem = replace(self.problem(request), num_tokens=num_tokens, num_tokens_bound=0)
+                yield from limits.sm90_violations(problem, request.device)
+
+    def plan(self, request: Request) -> LaunchPlan:
+        """A staging kernel, and the kernel from dispatch to combine."""
+        problem, device = self.problem(request), request.device
+        layout, mega = sm90_layout(problem), mega_launch(problem, device)
+        height = sm90_heuristics.schedule(problem, device).block_m
+        steps = (mega,)
+        staged_by = self._staged_by(problem, request)
+        if staged_by == "source":
+            steps = (staging_launch(problem, layout), mega)
+        elif staged_by == "jax_megamoe":
+            first = staging.staging_launch(
+                problem, layout, mega, height, "kFp8Block", request.routing
+            )
+            steps = (first, mega)
+        return LaunchPlan(
+            steps,
+            layout,
+            problem.num_ranks,
+            height,
+            unstaged=staging.input_regions(problem, layout) if staged_by == "none" else (),
+        )
+
+    def problem(self, request: Request) -> Problem:
+        """The numbers of a call."""
+        problem = problem_of(request.config, request.num_ranks, request.num_tokens)
+        # Under shard_map every rank has as many rows, so the most tokens of any rank are known.
+        return replace(problem, stats=request.with_stats, num_tokens_bound=request.num_tokens)
+
+    def _staged_by(self, problem: Problem, request: Request) -> str | Refusal:
+        return staging.chosen(problem, request.routing, request.staging_by, has_own=True)
+
+
+FAMILY = Sm90Family()

@@ -1,24 +1,12 @@
-"""Launches of the sgl source's SM100 kernels: MXFP4, MXFP8, NVFP4, MXFP4 x MXFP4 and BF16.
+"""What the sgl source's SM100 kernels have in common: template, arguments, staging, activations.
 
 Staging is part of this source for all but BF16: a kernel quantises BF16 tokens into the buffer and
 widens the top-k ids. It does not write ``shared_l1_acts_sf``, the scales of the shared expert's
 input: plans with shared experts start with this package's kernel instead.
 """
 
-from dataclasses import replace
-
+from jax_megamoe.config import Activation
 from jax_megamoe.plan.arithmetic import cpp_bool, cpp_float
-from jax_megamoe.plan.device import DeviceSpec
-from jax_megamoe.plan.family import (
-    BF16_ACTIVATIONS,
-    BF16_WEIGHTS,
-    FP4_WEIGHTS,
-    FP8_ACTIVATIONS,
-    FP8_WEIGHTS,
-    Activations,
-    Family,
-    Weights,
-)
 from jax_megamoe.plan.kernel import KernelSpec, LaunchConfig
 from jax_megamoe.plan.launch import (
     KernelArgument,
@@ -29,22 +17,36 @@ from jax_megamoe.plan.launch import (
     optional,
 )
 from jax_megamoe.plan.problem import Problem
+from jax_megamoe.plan.refusal import Refusal, missing
 from jax_megamoe.plan.sgl_staging import (
     region_pointer,
     staging_blocks,
     staging_inputs,
     staging_sizes,
 )
-from jax_megamoe.plan.sm100 import Launcher
+from jax_megamoe.plan.sm100 import Sm100Launch
+from jax_megamoe.plan.sm100_traits import (
+    FP4_WEIGHTS,
+    FP8_ACTIVATIONS,
+    FP8_WEIGHTS,
+    Activations,
+    Sm100Traits,
+    Weights,
+)
 from jax_megamoe.plan.symmetric_buffer import BufferLayout
 from jax_megamoe.plan.tensor_map import SWIZZLE_32B, SWIZZLE_128B, UINT8
 
-ARCH = "sm_100f"
-_FP4_ACTIVATIONS = Activations("uint8", 4, 2, UINT8, 2, 128, SWIZZLE_128B, 32, SWIZZLE_32B)
-_PACKED_WEIGHTS = Weights(4, UINT8, 2, 128, SWIZZLE_128B, False, FP4_WEIGHTS.cpp_type)
+SOURCE, ARCH = "sgl", "sm_100f"
+SWIGLU = {(1.0, 0.0): "swiglu", (1.702, 1.0): "swigluoai"}
+"""The source's name of SwiGLU by (alpha, beta): its kernels have these alone."""
+SITU = (4.0, 25.0)
+FUSES_NONE = "vllm's kernel fuses it: python -m jax_megamoe sources fetch vllm"
 
-FP8 = Family(
-    source="sgl",
+PACKED_ACTIVATIONS = Activations("uint8", 4, 2, UINT8, 2, 128, SWIZZLE_128B, 32, SWIZZLE_32B)
+PACKED_WEIGHTS = Weights(4, UINT8, 2, 128, SWIZZLE_128B, False, FP4_WEIGHTS.cpp_type)
+
+MX_TRAITS = Sm100Traits(
+    source=SOURCE,
     stem="sm100_fp8_fp4_mega_moe",
     activations=FP8_ACTIVATIONS,
     scale_block=32,
@@ -57,56 +59,38 @@ FP8 = Family(
     tail="scales",
     full_pool_from=6144,
     pulls_whole_rows=True,
+    store_rows=(48, (24, 8)),
+    refuses_situ_clamp=True,
+    shared_hint=FUSES_NONE,
+    staged_as="kMxfp8",
     activation_names=("swiglu", "swigluoai", "situ"),
 )
-MXF4 = replace(
-    FP8,
-    activations=_FP4_ACTIVATIONS,
-    weights={"mxfp4": _PACKED_WEIGHTS},
-    shared={"mxfp4": _PACKED_WEIGHTS},
-    block_k=256,
-    operand_bits=4,
-    intermediate_multiple=256,
-    pulls_whole_rows=False,
-    activation_names=("swiglu", "swigluoai"),
-)
-NVFP4 = replace(
-    MXF4,
-    scale_block=16,
-    weights={"nvfp4": _PACKED_WEIGHTS},
-    shared={"nvfp4": _PACKED_WEIGHTS},
-    lookup_bytes=1024,
-)
-BF16 = replace(
-    FP8,
-    stem="sm100_bf16_mega_moe",
-    activations=BF16_ACTIVATIONS,
-    scale_block=0,
-    weights={"bf16": BF16_WEIGHTS},
-    shared={"bf16": BF16_WEIGHTS},
-    block_k=64,
-    operand_bits=16,
-    reduces_amax=False,
-    pulls_whole_rows=False,
-    activation_names=("swiglu",),
-)
+"""Of the MX kernel; the others' are told as differences from it."""
 
 
-def mega_launch(family: Family, problem: Problem, device: DeviceSpec) -> KernelLaunch:
-    """The kernel from dispatch to combine. Limits are not checked here."""
-    launcher = Launcher(family, problem, device)
-    return _bf16(launcher) if family is BF16 else _scaled(launcher)
+def activation_name(activation: Activation) -> str | Refusal:
+    """The source's name of an activation, or which parameters it has instead."""
+    parameters = activation.alpha, activation.beta
+    name = "situ" if parameters == SITU else None
+    if activation.name == "swiglu":
+        name = SWIGLU.get(parameters)
+    if name is not None:
+        return name
+    known = f"(alpha, beta) one of {[*SWIGLU]} for swiglu, {SITU} for situ"
+    got, hint = f"{activation.name} {parameters}", "the vllm source takes any"
+    return missing(f"activation of {SOURCE}", known, got, hint)
 
 
-def _scaled(launcher: Launcher) -> KernelLaunch:
-    problem, family = launcher.problem, launcher.family
+def scaled_launch(launcher: Sm100Launch) -> KernelLaunch:
+    """The kernel of the MX and FP4 kinds, from dispatch to combine."""
+    problem, traits = launcher.problem, launcher.traits
     alpha = 1.702 if problem.activation == "swigluoai" else 0.0
     template = [
         *launcher.head(),
         *map(str, launcher.tiles.store_m),
         str(launcher.tiles.scale_m),
         "128",
-        _kind(family),
+        _kind(traits),
         *launcher.rings(),
         *launcher.machine(),
         cpp_float(problem.clamp),
@@ -118,10 +102,10 @@ def _scaled(launcher: Launcher) -> KernelLaunch:
         cpp_bool(problem.l2_alphas),
         cpp_bool(problem.l2_act_scales),
         cpp_bool(problem.fp8_combine),
-        family.weights[problem.weight_format].cpp_type,
+        traits.weights[problem.weight_format].cpp_type,
         cpp_float(4.0),
         cpp_float(25.0),
-        *_norm(problem),
+        *norm_template(problem),
     ]
     arguments: list[KernelArgument] = [
         launcher.output(),
@@ -129,7 +113,7 @@ def _scaled(launcher: Launcher) -> KernelLaunch:
         optional("l1_alphas", "w13_weight_scale_2", problem.l1_alphas),
         optional("l2_alphas", "w2_weight_scale_2", problem.l2_alphas),
         optional("l2_act_scales", "w2_input_scale", problem.l2_act_scales),
-        _norm_weight(problem),
+        norm_weight(problem),
         Uint32("num_tokens", problem.num_tokens),
         SymmetricBuffer("sym_buffer"),
         *launcher.maps(),
@@ -139,31 +123,7 @@ def _scaled(launcher: Launcher) -> KernelLaunch:
     return launcher.launch(template, arguments, types, ARCH)
 
 
-def _bf16(launcher: Launcher) -> KernelLaunch:
-    problem = launcher.problem
-    template = [
-        *launcher.head(),
-        str(launcher.tiles.store_m[0]),
-        *launcher.rings(),
-        *launcher.machine(),
-        cpp_float(problem.clamp),
-        cpp_bool(problem.fast_math),
-        *_norm(problem),
-    ]
-    arguments: list[KernelArgument] = [
-        launcher.output(),
-        _norm_weight(problem),
-        launcher.stats(),
-        Uint32("num_tokens", problem.num_tokens),
-        SymmetricBuffer("sym_buffer"),
-        *launcher.maps(),
-        launcher.locality(),
-    ]
-    types = ["void*", "const float*", "int*", "uint32_t", "const uint8_t*"]
-    return launcher.launch(template, arguments, types, ARCH)
-
-
-def _norm(problem: Problem) -> list[str]:
+def norm_template(problem: Problem) -> list[str]:
     """Template arguments of the norm after the experts, then the TensorRT weight layout: never."""
     return [
         cpp_bool(problem.post_norm),
@@ -174,18 +134,19 @@ def _norm(problem: Problem) -> list[str]:
     ]
 
 
-def _norm_weight(problem: Problem) -> Pointer:
+def norm_weight(problem: Problem) -> Pointer:
+    """The gain of a norm after the experts; null without one."""
     name = "post_expert_norm_weight"
     return optional(name, name, problem.post_norm_weight)
 
 
-def _kind(family: Family) -> str:
+def _kind(traits: Sm100Traits) -> str:
     kinds = {(8, 32): "MXFP8FP4", (4, 32): "MXFP4", (4, 16): "NVFP4"}
-    return f"MmaKind::{kinds[family.activations.bits, family.scale_block]}"
+    return f"MmaKind::{kinds[traits.activations.bits, traits.scale_block]}"
 
 
 def staging_launch(
-    family: Family, problem: Problem, layout: BufferLayout, expert_scales: bool = False
+    traits: Sm100Traits, problem: Problem, layout: BufferLayout, expert_scales: bool = False
 ) -> KernelLaunch:
     """The kernel that quantises x [T, H] bfloat16 and widens topk_ids [T, K] int32 into the buffer.
 
@@ -195,21 +156,21 @@ def staging_launch(
         expert_scales: top-k weights are multiplied by a float32 per expert.
     """
     threads = problem.hidden_size // 8
-    template = (str(family.scale_block), _kind(family), "false")
+    template = (str(traits.scale_block), _kind(traits), "false")
     types = (
         *("const __nv_bfloat16*", "const int32_t*", "const float*", "const float*"),
         *("void*", "int32_t*", "float*", "int64_t*", "float*"),
         *["uint32_t"] * 5,
     )
     header = "deep_gemm/impls/sm100_mega_moe_pre_dispatch.cuh"
-    kernel = KernelSpec("sgl", ARCH, header, "mega_moe_pre_dispatch_kernel", template, types)
+    kernel = KernelSpec(SOURCE, ARCH, header, "mega_moe_pre_dispatch_kernel", template, types)
     arguments = (
         *staging_inputs(problem),
         optional("expert_scales", "expert_scales", expert_scales),
         *(region_pointer(layout, name) for name in ("x", "x_sf")),
         region_pointer(layout, "x_scales") if problem.x_scales else Pointer("buf_x_scales", None),
         *(region_pointer(layout, name) for name in ("topk_idx", "topk_weights")),
-        *staging_sizes(problem, layout, problem.hidden_size // family.scale_block),
+        *staging_sizes(problem, layout, problem.hidden_size // traits.scale_block),
     )
     config = LaunchConfig((staging_blocks(problem, layout), 1, 1), (threads, 1, 1))
     return KernelLaunch(kernel, config, arguments)

@@ -8,20 +8,24 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
+import recorded_families
+
 from jax_megamoe._checks import message
-from jax_megamoe.plan import (
-    heuristics,
-    limits,
-    sgl_sm90,
-    sgl_sm100,
-    sm90_heuristics,
-    vllm_nvfp4,
-    vllm_sm100,
-)
+from jax_megamoe.plan import heuristics, limits, sm90_heuristics
 from jax_megamoe.plan.arithmetic import float32
 from jax_megamoe.plan.device import DeviceSpec
-from jax_megamoe.plan.family import Family
+from jax_megamoe.plan.families import (
+    sgl_sm90_fp8_block,
+    sgl_sm100,
+    sgl_sm100_bf16,
+    sgl_sm100_mx,
+    sgl_sm100_nvfp4,
+    vllm_sm100_bf16,
+    vllm_sm100_mx,
+    vllm_sm100_nvfp4,
+)
 from jax_megamoe.plan.launch import (
+    Bool,
     Float32,
     KernelArgument,
     KernelLaunch,
@@ -31,8 +35,12 @@ from jax_megamoe.plan.launch import (
     Uint32,
 )
 from jax_megamoe.plan.operand import SYMMETRIC_BUFFER, Operand
-from jax_megamoe.plan.planner import mega_launch
 from jax_megamoe.plan.problem import Problem
+from jax_megamoe.plan.refusal import Refusal, missing, unfit
+from jax_megamoe.plan.sm100 import Sm100Launch
+from jax_megamoe.plan.sm100_family import Sm100Family
+from jax_megamoe.plan.sm100_traits import Sm100Traits
+from jax_megamoe.plan.staging import MAX_STAGED_HIDDEN
 from jax_megamoe.plan.symmetric_buffer import BufferLayout, sm90_layout, sm100_layout
 
 Record = dict[str, Any]
@@ -41,19 +49,19 @@ _INPUT_SLICES = ("x", "x_sf", "topk_idx", "topk_weights")
 _SHARED_SLICES = ("shared_l1_acts", "shared_l1_acts_sf", "shared_l2_acts", "shared_l2_acts_sf")
 _RING_SLICES = ("l1_acts", "l1_acts_sf", "l2_acts", "l2_acts_sf")
 
-_FAMILIES: Mapping[tuple[str, str, str], Family] = {
-    ("sgl", "fp8_fp4_mega_moe", "fp8xfp4"): sgl_sm100.FP8,
-    ("sgl", "fp8_fp4_mega_moe", "fp8xfp8"): sgl_sm100.FP8,
-    ("sgl", "fp8_fp4_mega_moe", "mxf4xmxf4"): sgl_sm100.MXF4,
-    ("sgl", "fp8_fp4_mega_moe", "nvfp4xnvfp4"): sgl_sm100.NVFP4,
-    ("sgl", "bf16_mega_moe", "bf16xbf16"): sgl_sm100.BF16,
-    ("vllm", "fp8_fp4_mega_moe", "fp8xfp4"): vllm_sm100.FP8,
-    ("vllm", "fp8_fp4_mega_moe", "fp8xfp8"): vllm_sm100.FP8,
-    ("vllm", "situ_mega_moe", "fp8xfp4"): vllm_sm100.SITU,
-    ("vllm", "situ_mega_moe", "fp8xfp8"): vllm_sm100.SITU,
-    ("vllm", "bf16_mega_moe", "bf16xbf16"): vllm_sm100.BF16,
-    ("vllm", "nvfp4_mega_moe", "nvfp4"): vllm_nvfp4.NVFP4,
-    ("vllm", "fp4_fp4_mega_moe", "fp4xfp4"): vllm_nvfp4.FP4_FP4,
+_FAMILIES: Mapping[tuple[str, str, str], Sm100Family] = {
+    ("sgl", "fp8_fp4_mega_moe", "fp8xfp4"): sgl_sm100_mx.FAMILY,
+    ("sgl", "fp8_fp4_mega_moe", "fp8xfp8"): sgl_sm100_mx.FAMILY,
+    ("sgl", "fp8_fp4_mega_moe", "mxf4xmxf4"): recorded_families.MXF4,
+    ("sgl", "fp8_fp4_mega_moe", "nvfp4xnvfp4"): sgl_sm100_nvfp4.FAMILY,
+    ("sgl", "bf16_mega_moe", "bf16xbf16"): sgl_sm100_bf16.FAMILY,
+    ("vllm", "fp8_fp4_mega_moe", "fp8xfp4"): vllm_sm100_mx.FAMILY,
+    ("vllm", "fp8_fp4_mega_moe", "fp8xfp8"): vllm_sm100_mx.FAMILY,
+    ("vllm", "situ_mega_moe", "fp8xfp4"): vllm_sm100_mx.FAMILY,
+    ("vllm", "situ_mega_moe", "fp8xfp8"): vllm_sm100_mx.FAMILY,
+    ("vllm", "bf16_mega_moe", "bf16xbf16"): vllm_sm100_bf16.FAMILY,
+    ("vllm", "nvfp4_mega_moe", "nvfp4"): vllm_sm100_nvfp4.FAMILY,
+    ("vllm", "fp4_fp4_mega_moe", "fp4xfp4"): recorded_families.FP4_FP4,
 }
 _STAGING = {"pre_dispatch": "fp8_fp4_mega_moe", "pre_dispatch_sm90": "sm90_fp8_mega_moe"}
 
@@ -82,7 +90,7 @@ def record(inputs: Record) -> Record:
     """
     broken = next(_violations(inputs), None)
     if broken is not None:
-        raise broken
+        raise broken.error()
     return unchecked_record(inputs)
 
 
@@ -98,13 +106,13 @@ def unchecked_record(inputs: Record) -> Record:
 
 def buffer_record(inputs: Record) -> Record:
     """The buffer's part of a record: sizes, slices and the queried tile height."""
-    problem, device, family = problem_of(inputs), device_of(inputs), family_of(inputs)
+    problem, device, traits = problem_of(inputs), device_of(inputs), traits_of(inputs)
     layout = _layout(inputs)
-    if family is None:
+    if traits is None:
         names = (*_INPUT_SLICES, *_RING_SLICES)
         alignment = sm90_heuristics.TOKEN_ALIGNMENT
     else:
-        scales = ("x_scales",) if family.tail == "scales" else ()
+        scales = ("x_scales",) if traits.tail == "scales" else ()
         names = (*_INPUT_SLICES, *_SHARED_SLICES, *_RING_SLICES, *scales)
         alignment = heuristics.TOKEN_ALIGNMENT
     record: Record = {
@@ -114,7 +122,7 @@ def buffer_record(inputs: Record) -> Record:
         "slices": [_slice(name, layout, inputs.get("provider", "sgl")) for name in names],
     }
     if inputs["kernel"] not in _STAGING:
-        height = None if family is None else heuristics.block_m(family, problem, device)
+        height = None if traits is None else heuristics.block_m(traits, problem, device)
         record["block_m_query"] = height
     return record
 
@@ -128,7 +136,7 @@ def _kernel(inputs: Record) -> str:
     return _STAGING.get(kernel, kernel)
 
 
-def family_of(inputs: Record) -> Family | None:
+def family_of(inputs: Record) -> Sm100Family | None:
     """The SM100 family; None for the SM90 kernel."""
     kernel = _kernel(inputs)
     if kernel == "sm90_fp8_mega_moe":
@@ -145,10 +153,18 @@ def family_of(inputs: Record) -> Family | None:
     return _FAMILIES[key]
 
 
+def traits_of(inputs: Record) -> Sm100Traits | None:
+    """Traits of the SM100 kernel; None for the SM90 kernel."""
+    family = family_of(inputs)
+    if family is None:
+        return None
+    return family.variants.get(inputs["activation"], family.traits)
+
+
 def problem_of(inputs: Record) -> Problem:
     """The numbers of a record; those a record does not have are DeepGEMM's defaults."""
-    family = family_of(inputs)
-    default = "fp8_block" if family is None else next(iter(family.weights))
+    traits = traits_of(inputs)
+    default = "fp8_block" if traits is None else next(iter(traits.weights))
     renamed = {
         "num_ranks": inputs["num_ranks"],
         "num_experts": inputs["num_experts"],
@@ -172,37 +188,38 @@ def problem_of(inputs: Record) -> Problem:
     return Problem(**renamed, **{name: inputs[name] for name in same if name in inputs})
 
 
-def _violations(inputs: Record) -> Iterator[Exception]:
+def _violations(inputs: Record) -> Iterator[Refusal]:
     if inputs.get("weight_layout", "megamoe") != "megamoe":
-        yield NotImplementedError(message("weight_layout", "megamoe", inputs["weight_layout"]))
-    problem, family = problem_of(inputs), family_of(inputs)
-    if family is None:
+        yield missing("weight_layout", "megamoe", inputs["weight_layout"])
+    problem, traits = problem_of(inputs), traits_of(inputs)
+    if traits is None:
         yield from limits.sm90_violations(problem, device_of(inputs))
     else:
-        yield from limits.sm100_violations(family, problem, device_of(inputs))
-    if inputs["kernel"] in _STAGING:
-        yield from limits.staging_violations(problem)
+        yield from limits.sm100_violations(traits, problem, device_of(inputs))
+    if inputs["kernel"] in _STAGING and problem.hidden_size > MAX_STAGED_HIDDEN:
+        yield unfit("hidden_size", f"at most {MAX_STAGED_HIDDEN}", problem.hidden_size)
 
 
 def _layout(inputs: Record) -> BufferLayout:
-    family, problem = family_of(inputs), problem_of(inputs)
-    if family is None:
+    traits, problem = traits_of(inputs), problem_of(inputs)
+    if traits is None:
         return sm90_layout(problem)
-    return sm100_layout(family, problem, inputs["num_sms"])
+    return sm100_layout(traits, problem, inputs["num_sms"])
 
 
 def _launch(inputs: Record) -> KernelLaunch:
-    problem, device, family = problem_of(inputs), device_of(inputs), family_of(inputs)
+    problem, device = problem_of(inputs), device_of(inputs)
+    family, traits = family_of(inputs), traits_of(inputs)
     # DeepGEMM's launch counts the shared experts in the weights it is given, not in the buffer.
     problem = replace(problem, num_shared_experts=problem.fused_shared_experts)
     if inputs["kernel"] in _STAGING:
-        if family is None:
+        if traits is None:
             factor = inputs["routed_scaling_factor"]
-            return sgl_sm90.staging_launch(problem, _layout(inputs), factor)
-        return sgl_sm100.staging_launch(family, problem, _layout(inputs), inputs["expert_scales"])
-    if family is None:
-        return sgl_sm90.mega_launch(problem, device)
-    return mega_launch(family, problem, device)
+            return sgl_sm90_fp8_block.staging_launch(problem, _layout(inputs), factor)
+        return sgl_sm100.staging_launch(traits, problem, _layout(inputs), inputs["expert_scales"])
+    if family is None or traits is None:
+        return sgl_sm90_fp8_block.mega_launch(problem, device)
+    return family.mega_launch(Sm100Launch(traits, problem, device))
 
 
 def _slice(name: str, layout: BufferLayout, provider: str) -> Record:
@@ -254,6 +271,8 @@ def _argument_record(argument: KernelArgument, rank: int) -> Record:
     match argument:
         case Pointer():
             record["ptr"] = _base(argument.operand, argument.name)
+        case Bool():
+            record["bool"] = argument.value
         case Uint32():
             record["u32"] = argument.value
         case Float32():

@@ -1,9 +1,11 @@
-"""A kernel family: one SM100 kernel of one source for one kind of activations."""
+"""What sizes, tiles, buffer and maps of an SM100 launch depend on: facts about one kernel."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from jax_megamoe.plan.device import DeviceSpec
+from jax_megamoe.plan.problem import Problem
 from jax_megamoe.plan.tensor_map import (
     BFLOAT16,
     PACKED_U4_ALIGN16,
@@ -76,11 +78,11 @@ BF16_WEIGHTS = Weights(16, BFLOAT16, 1, 64, SWIZZLE_128B, False, "cutlass::bfloa
 
 
 @dataclass(frozen=True, kw_only=True)
-class Family:
+class Sm100Traits:
     """What sizes, tiles, buffer and maps of a launch depend on.
 
     Attributes:
-        source: ``"sgl"`` or ``"vllm"``.
+        source: where the kernel comes from.
         stem: name of the header; the kernel is ``<stem>_impl``.
         activations: of routed tokens.
         scale_block: values along K that share a scale; 0 without scales.
@@ -104,6 +106,10 @@ class Family:
         max_top_k: the combine shifts a 32-bit mask by top_k; 32 where it does not.
         pulls_whole_rows: with a ring for every row that may arrive, a dispatch warp copies whole
             rows through its buffer, which holds one pull.
+        store_rows: of one epilogue store for tiles of 192 rows, and for layers 1 and 2 of 240.
+        refuses_situ_clamp: the host checks that situ has no clamp.
+        shared_hint: what to do about a precision of shared experts that is not in `shared`.
+        staged_as: the enumerator of this package's staging kernel for the routed tokens.
         activation_names: activations the kernel has.
     """
 
@@ -129,7 +135,15 @@ class Family:
     intermediate_multiple: int = 128
     max_top_k: int = 31
     pulls_whole_rows: bool = False
+    store_rows: tuple[int, tuple[int, int]]
+    refuses_situ_clamp: bool = False
+    shared_hint: str = ""
+    staged_as: str
     activation_names: tuple[str, ...]
+
+    def measured_tile(self, problem: Problem, device: DeviceSpec) -> int | None:
+        """A tile height that DeepGEMM measured to be better than its rule's; None: none."""
+        del problem, device
 
     @property
     def symbol(self) -> str:

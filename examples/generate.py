@@ -1,0 +1,436 @@
+"""A Qwen3-MoE or GPT-OSS decoder: token ids in, token ids out.
+
+    python examples/generate.py FOLDER --ids 9707,11,1879       # a Hugging Face folder
+    python examples/generate.py FOLDER --text "Hello" --new 64  # needs transformers' tokenizer
+    python examples/generate.py                                 # tiny, random, over 8 CPU devices
+
+Rotary attention with a key-value cache, RMSNorm and `MegaMoEBlock`s. Layers are stacked and
+scanned; the prompt's pass and a step are jitted once each. Sequences are split over the mesh axis
+that the experts are spread over: attention is data parallel, the experts are expert parallel.
+"""
+
+import argparse
+import json
+import math
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from safetensors.numpy import save_file
+
+import jax_megamoe as mm
+from jax_megamoe.weights.checkpoint.tensors import Checkpoint
+
+FULL = 1 << 30
+"""The window of a layer that attends to every position."""
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """What a config.json says of attention, as far as the two families differ.
+
+    Attributes:
+        windows: of each layer, the positions that a token attends to.
+        has_biases: of the attention's projections (GPT-OSS).
+        has_sinks: a logit per head that takes probability and gives nothing (GPT-OSS).
+        has_norms: RMSNorm of each head's queries and keys (Qwen3).
+        frequencies: of the rotary embedding, one a pair of a head's values.
+        rotary_scale: factor of its sines and cosines (YaRN).
+    """
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    epsilon: float
+    windows: tuple[int, ...]
+    has_biases: bool
+    has_sinks: bool
+    has_norms: bool
+    frequencies: tuple[float, ...]
+    rotary_scale: float
+    tied_embeddings: bool
+
+    @classmethod
+    def read(cls, folder: Path) -> "DecoderConfig":
+        """From a model's folder. Raises ValueError for a model of another family."""
+        raw = json.loads((folder / "config.json").read_text())
+        family = raw["model_type"]
+        if family not in ("qwen3_moe", "gpt_oss"):
+            raise ValueError(f"model_type: expected qwen3_moe or gpt_oss, got {family!r}")
+        is_gpt_oss = family == "gpt_oss"
+        kinds = raw.get("layer_types") or ["full_attention"] * raw["num_hidden_layers"]
+        window = raw.get("sliding_window") or FULL
+        frequencies, scale = rotary_frequencies(raw)
+        return cls(
+            hidden_size=raw["hidden_size"],
+            num_heads=raw["num_attention_heads"],
+            num_kv_heads=raw["num_key_value_heads"],
+            head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
+            vocab_size=raw["vocab_size"],
+            epsilon=raw["rms_norm_eps"],
+            windows=tuple(window if kind == "sliding_attention" else FULL for kind in kinds),
+            has_biases=is_gpt_oss,
+            has_sinks=is_gpt_oss,
+            has_norms=not is_gpt_oss,
+            frequencies=tuple(frequencies.tolist()),
+            rotary_scale=scale,
+            tied_embeddings=raw.get("tie_word_embeddings", False),
+        )
+
+
+def rotary_frequencies(raw: dict[str, Any]) -> tuple[np.ndarray, float]:
+    """Frequencies [head_dim / 2] and the factor of sines and cosines.
+
+    YaRN: Peng et al., arXiv:2309.00071, sections 3.2 and 3.4.
+    """
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    theta = rope.get("rope_theta") or raw["rope_theta"]
+    size = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
+    frequencies = 1.0 / theta ** (np.arange(0, size, 2) / size)
+    if rope.get("rope_type", "default") == "default":
+        return frequencies, 1.0
+    if rope["rope_type"] != "yarn":
+        raise ValueError(f"rope_type: expected default or yarn, got {rope['rope_type']!r}")
+    factor, length = rope["factor"], rope["original_max_position_embeddings"]
+
+    def pair_that_turns(times: float) -> float:
+        """The pair of values that turns so often over the original context."""
+        return size * math.log(length / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = (pair_that_turns(rope.get(*end)) for end in (("beta_fast", 32), ("beta_slow", 1)))
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    slow = np.clip((np.arange(size // 2) - low) / max(high - low, 1e-3), 0, 1)
+    scale = rope.get("attention_factor") or 0.1 * math.log(factor) + 1
+    return frequencies * (1 - slow) + frequencies / factor * slow, scale
+
+
+class Cache(NamedTuple):
+    """Keys and values, bfloat16 [layers, sequences, positions, kv_heads, head_dim]."""
+
+    keys: Any
+    values: Any
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
+    """x at root mean square 1 over its last axis, times the weight; computed in float32."""
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
+    return weight * (wide * scale).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention. Weights are [out, in], as checkpoints have them."""
+
+    def __init__(self, config: DecoderConfig, tensors: Checkpoint, prefix: str) -> None:
+        def read(name: str) -> nnx.Param[jax.Array]:
+            return nnx.Param(jnp.asarray(tensors.tensor(f"{prefix}.{name}").read()))
+
+        self.config = config
+        parts = ("q_proj", "k_proj", "v_proj", "o_proj")
+        self.weights = nnx.Dict({part: read(f"{part}.weight") for part in parts})
+        self.biases = nnx.Dict(
+            {part: read(f"{part}.bias") for part in parts} if config.has_biases else {}
+        )
+        self.norms = nnx.Dict(
+            {part: read(f"{part}.weight") for part in ("q_norm", "k_norm")}
+            if config.has_norms
+            else {}
+        )
+        self.sinks = read("sinks") if config.has_sinks else None
+
+    def __call__(
+        self, x: jax.Array, positions: jax.Array, window: jax.Array, cache: Cache
+    ) -> tuple[jax.Array, Cache]:
+        """x [B, T, H] at positions [B, T]; the layer's cache comes back with them in it."""
+        config = self.config
+        q = self._heads("q_proj", x, config.num_heads)
+        k = self._heads("k_proj", x, config.num_kv_heads)
+        v = self._heads("v_proj", x, config.num_kv_heads)
+        if config.has_norms:
+            q = rms_norm(q, self.norms["q_norm"][...], config.epsilon)
+            k = rms_norm(k, self.norms["k_norm"][...], config.epsilon)
+        sequence = jnp.arange(len(x))[:, None]
+        keys = cache.keys.at[sequence, positions].set(self._rotated(k, positions))
+        values = cache.values.at[sequence, positions].set(v)
+        q = self._rotated(q, positions)
+        groups = q.reshape(*q.shape[:2], config.num_kv_heads, -1, config.head_dim)
+        scores = jnp.einsum("btkgd,bskd->bkgts", groups, keys).astype(jnp.float32)
+        scores *= config.head_dim**-0.5
+        distance = positions[:, :, None] - jnp.arange(keys.shape[1])
+        seen = (distance >= 0) & (distance < window)
+        scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+        sink = jnp.float32(-jnp.inf)
+        if self.sinks is not None:
+            sink = self.sinks[...].reshape(config.num_kv_heads, -1, 1, 1).astype(jnp.float32)
+        largest = jnp.maximum(scores.max(-1, keepdims=True), sink)
+        weights = jnp.exp(scores - largest)
+        total = weights.sum(-1, keepdims=True) + jnp.exp(sink - largest)
+        mixed = jnp.einsum("bkgts,bskd->btkgd", (weights / total).astype(v.dtype), values)
+        return self._project("o_proj", mixed.reshape(*x.shape[:2], -1)), Cache(keys, values)
+
+    def _project(self, part: str, x: jax.Array) -> jax.Array:
+        y = x @ self.weights[part][...].T
+        return y + self.biases[part][...] if part in self.biases else y
+
+    def _heads(self, part: str, x: jax.Array, count: int) -> jax.Array:
+        return self._project(part, x).reshape(*x.shape[:2], count, self.config.head_dim)
+
+    def _rotated(self, heads: jax.Array, positions: jax.Array) -> jax.Array:
+        """Each pair (value i, value i + head_dim / 2) turned by its angle."""
+        frequencies = jnp.asarray(self.config.frequencies, jnp.float32)
+        angles = positions[..., None, None].astype(jnp.float32) * frequencies
+        scale = self.config.rotary_scale
+        cos, sin = ((f(angles) * scale).astype(heads.dtype) for f in (jnp.cos, jnp.sin))
+        first, second = jnp.split(heads, 2, axis=-1)
+        return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+class Layer(nnx.Module):
+    """One decoder layer."""
+
+    def __init__(
+        self, config: DecoderConfig, folder: Path, tensors: Checkpoint, index: int, **block: Any
+    ) -> None:
+        prefix = f"model.layers.{index}"
+
+        def norm(name: str) -> nnx.Param[jax.Array]:
+            return nnx.Param(jnp.asarray(tensors.tensor(f"{prefix}.{name}.weight").read()))
+
+        self.epsilon = config.epsilon
+        self.input_norm = norm("input_layernorm")
+        self.attention = Attention(config, tensors, f"{prefix}.self_attn")
+        self.block_norm = norm("post_attention_layernorm")
+        self.block = mm.MegaMoEBlock.from_config(folder / "config.json", layer_index=index, **block)
+        self.block.load(folder, index)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        positions: jax.Array,
+        padding: jax.Array,
+        window: jax.Array,
+        cache: Cache,
+    ) -> tuple[jax.Array, Cache]:
+        """x [B, T, H]; see `Attention`. Padding, bool [B, T], reaches no expert."""
+        mixed, cache = self.attention(
+            rms_norm(x, self.input_norm[...], self.epsilon), positions, window, cache
+        )
+        x = x + mixed
+        normed = rms_norm(x, self.block_norm[...], self.epsilon)
+        return x + self.block(normed, padding_mask=padding), cache
+
+
+class Decoder(nnx.Module):
+    """The model: embedding, stacked layers, final norm and head.
+
+    Args:
+        folder: of the model, as Hugging Face saves it.
+        mesh: devices, with the axis "ep"; None: the default device.
+        max_num_tokens: most tokens of one call on each device.
+        **block: further arguments of `MegaMoEBlock.from_config`.
+    """
+
+    def __init__(
+        self, folder: Path, *, mesh: Mesh | None = None, max_num_tokens: int, **block: Any
+    ) -> None:
+        tensors = Checkpoint(folder)
+        self.config = config = DecoderConfig.read(folder)
+        axis = None if mesh is None else "ep"
+        layers = [
+            Layer(
+                config, folder, tensors, index, mesh=mesh, axis=axis,
+                max_num_tokens=max_num_tokens, **block,
+            )
+            for index in range(len(config.windows))
+        ]  # fmt: skip
+        self.layers = stacked(layers)
+
+        def read(name: str) -> nnx.Param[jax.Array]:
+            return nnx.Param(jnp.asarray(tensors.tensor(name).read()))
+
+        self.embedding = read("model.embed_tokens.weight")
+        self.norm = read("model.norm.weight")
+        self.head = None if config.tied_embeddings else read("lm_head.weight")
+
+    def __call__(
+        self, tokens: jax.Array, positions: jax.Array, padding: jax.Array, cache: Cache
+    ) -> tuple[jax.Array, Cache]:
+        """Logits float32 [B, T, vocabulary] of tokens [B, T] at their positions, and the cache."""
+        graph, state = nnx.split(self.layers)
+
+        def step(x: jax.Array, of_layer: Any) -> tuple[jax.Array, Cache]:
+            layer_state, window, layer_cache = of_layer
+            layer = nnx.merge(graph, layer_state)
+            return layer(x, positions, padding, window, layer_cache)
+
+        windows = jnp.asarray(self.config.windows, jnp.int32)
+        x = self.embedding[...][tokens]
+        x, cache = jax.lax.scan(step, x, (state, windows, cache))
+        x = rms_norm(x, self.norm[...], self.config.epsilon)
+        head = self.embedding if self.head is None else self.head
+        return (x @ head[...].T).astype(jnp.float32), cache
+
+    def empty_cache(self, sequences: int, length: int) -> Cache:
+        """A cache for so many sequences of so many positions."""
+        config = self.config
+        shape = (len(config.windows), sequences, length, config.num_kv_heads, config.head_dim)
+        return Cache(*(jnp.zeros(shape, jnp.bfloat16) for _ in range(2)))
+
+
+def stacked(layers: Sequence[Layer]) -> Layer:
+    """Layers of one structure as one, whose arrays have a leading axis for them."""
+    graph, *_ = (nnx.split(layer)[0] for layer in layers)
+    states = [nnx.split(layer)[1] for layer in layers]
+
+    def stack(*arrays: jax.Array) -> jax.Array:
+        sharding = arrays[0].sharding
+        if isinstance(sharding, NamedSharding):
+            sharding = NamedSharding(sharding.mesh, P(None, *sharding.spec))
+            return jax.jit(lambda *a: jnp.stack(a), out_shardings=sharding)(*arrays)
+        return jnp.stack(arrays)
+
+    return nnx.merge(graph, jax.tree.map(stack, *states))
+
+
+@nnx.jit(donate_argnames="cache")
+def prefill(
+    model: Decoder, tokens: jax.Array, lengths: jax.Array, cache: Cache
+) -> tuple[jax.Array, Cache]:
+    """Logits [B, vocabulary] after each prompt of tokens [B, T], and the cache with all of them."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    logits, cache = model(tokens, positions, positions >= lengths[:, None], cache)
+    return jnp.take_along_axis(logits, lengths[:, None, None] - 1, axis=1)[:, 0], cache
+
+
+@nnx.jit(donate_argnames="cache")
+def decode(
+    model: Decoder, tokens: jax.Array, lengths: jax.Array, cache: Cache
+) -> tuple[jax.Array, Cache]:
+    """Logits [B, vocabulary] after one token [B] more, which lies at position `lengths`."""
+    padding = jnp.zeros((len(tokens), 1), bool)
+    logits, cache = model(tokens[:, None], lengths[:, None], padding, cache)
+    return logits[:, 0], cache
+
+
+def generate(
+    model: Decoder, prompts: Sequence[Sequence[int]], new_tokens: int, mesh: Mesh | None = None
+) -> np.ndarray:
+    """The most probable continuation of each prompt, int32 [B, new_tokens].
+
+    Args:
+        prompts: token ids, of any lengths; with a mesh, as many as its devices or a multiple.
+    """
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    tokens = np.zeros((len(prompts), lengths.max()), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    cache = model.empty_cache(len(prompts), int(lengths.max()) + new_tokens)
+    if mesh is not None:
+        rows = NamedSharding(mesh, P("ep"))
+        tokens, lengths = (jax.device_put(array, rows) for array in (tokens, lengths))
+        cache = jax.device_put(cache, NamedSharding(mesh, P(None, "ep")))
+    tokens, lengths = jnp.asarray(tokens), jnp.asarray(lengths)
+    logits, cache = prefill(model, tokens, lengths, cache)
+    chosen = []
+    for step in range(new_tokens):
+        chosen.append(jnp.argmax(logits, axis=-1).astype(jnp.int32))
+        if step + 1 < new_tokens:
+            logits, cache = decode(model, chosen[-1], lengths + step, cache)
+    return np.stack([np.asarray(token) for token in chosen], axis=1)
+
+
+def write_tiny_model(folder: Path, raw: dict[str, Any], seed: int = 0) -> None:
+    """A random Qwen3-MoE checkpoint of these sizes, as Hugging Face would save it."""
+    rng = np.random.default_rng(seed)
+    hidden, head = raw["hidden_size"], raw["head_dim"]
+    q, kv = raw["num_attention_heads"] * head, raw["num_key_value_heads"] * head
+    inter = raw["moe_intermediate_size"]
+    attention = {part: (kv, hidden) for part in ("k_proj", "v_proj")}
+    attention |= dict(q_proj=(q, hidden), o_proj=(hidden, q))
+    shapes = {name: (raw["vocab_size"], hidden) for name in ("model.embed_tokens", "lm_head")}
+    norms = {"model.norm": hidden}
+    for layer in range(raw["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        shapes |= {f"{prefix}.self_attn.{part}": shape for part, shape in attention.items()}
+        shapes[f"{prefix}.mlp.gate"] = (raw["num_experts"], hidden)
+        for expert in range(raw["num_experts"]):
+            name = f"{prefix}.mlp.experts.{expert}"
+            shapes |= {f"{name}.{part}_proj": (inter, hidden) for part in ("gate", "up")}
+            shapes[f"{name}.down_proj"] = (hidden, inter)
+        norms |= {f"{prefix}.self_attn.{part}": head for part in ("q_norm", "k_norm")}
+        norms |= {f"{prefix}.{part}_layernorm": hidden for part in ("input", "post_attention")}
+    tensors = {
+        f"{name}.weight": rng.normal(0, shape[-1] ** -0.5, shape).astype(ml_dtypes.bfloat16)
+        for name, shape in shapes.items()
+    }
+    tensors |= {f"{name}.weight": np.ones(size, ml_dtypes.bfloat16) for name, size in norms.items()}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(raw))
+
+
+TINY = dict(
+    model_type="qwen3_moe", hidden_size=128, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=32, vocab_size=256, rms_norm_eps=1e-6, rope_theta=1e6,
+    num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128, norm_topk_prob=True,
+    decoder_sparse_step=1, mlp_only_layers=[], intermediate_size=256, hidden_act="silu",
+)  # fmt: skip
+
+
+def tiny() -> None:
+    """Eight prompts over eight CPU devices, which agree with the same on one."""
+    mesh = jax.make_mesh((8,), ("ep",), axis_types=(AxisType.Auto,))
+    prompts = [[1 + 7 * i + j for j in range(3 + i % 4)] for i in range(8)]
+    with tempfile.TemporaryDirectory() as folder:
+        write_tiny_model(Path(folder), TINY)
+        load = partial(Decoder, Path(folder), max_num_tokens=64)
+        spread = generate(load(mesh=mesh), prompts, 16, mesh)
+        alone = generate(load(), prompts, 16)
+    print(f"{len(prompts)} sequences of 16 tokens over {mesh.size} devices")
+    print("first:", " ".join(map(str, spread[0])))
+    print("the same on one device:", bool((spread == alone).all()))
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="A decoder: token ids in, token ids out.")
+    parser.add_argument("folder", type=Path, nargs="?", help="a model as Hugging Face saves it")
+    parser.add_argument("--ids", help="the prompt as token ids, with commas between them")
+    parser.add_argument("--text", help="the prompt as text, which needs transformers")
+    parser.add_argument("--new", type=int, default=32, help="tokens to generate")
+    arguments = parser.parse_args()
+    if arguments.folder is None:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", 8)
+        tiny()
+        return
+    tokenizer = None
+    if arguments.text is not None:
+        transformers = import_module("transformers")  # only text needs it
+        tokenizer = transformers.AutoTokenizer.from_pretrained(arguments.folder)
+        ids = tokenizer(arguments.text)["input_ids"]
+    elif arguments.ids:
+        ids = [int(each) for each in arguments.ids.split(",")]
+    else:
+        parser.error("a folder needs a prompt: --ids or --text")
+    model = Decoder(arguments.folder, max_num_tokens=len(ids))
+    new = generate(model, [ids], arguments.new)[0].tolist()
+    print(tokenizer.decode(new) if tokenizer else " ".join(map(str, new)))
+
+
+if __name__ == "__main__":
+    main()

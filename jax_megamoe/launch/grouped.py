@@ -1,0 +1,262 @@
+"""The grouped implementation: which device and layout it takes, and its one custom call."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, BFloat16, Bool, Float32, Int32
+
+from jax_megamoe import compile as compiler
+from jax_megamoe.config import MoEConfig
+from jax_megamoe.launch import launcher
+from jax_megamoe.launch.runnable import Unavailable
+from jax_megamoe.mesh import Axis
+from jax_megamoe.numerics import expert
+from jax_megamoe.plan.grouped import humming, layer
+from jax_megamoe.plan.grouped.tiles import SHARED_MEMORY
+from jax_megamoe.plan.launch import KernelLaunch, LaunchPlan
+from jax_megamoe.plan.refusal import Refusal, missing, unfit
+from jax_megamoe.routing.replicas import ReplicaMap
+from jax_megamoe.runtime import extension
+from jax_megamoe.runtime.devices import spec_of
+from jax_megamoe.weights.params import ExpertWeights, recipe_for
+
+
+@dataclass(frozen=True)
+class GroupedRoute:
+    """What the plan of a call depends on beside its arrays.
+
+    Attributes:
+        arch: the device's architecture, one of `product.KNOWN_ARCHS`.
+        num_sms: multiprocessors that the products may use.
+        num_ranks: expert-parallel ranks.
+        shared_memory: most bytes of a thread block; 0: the architecture's.
+        early: launches overlap the ends of those before them.
+        implementation: as `mega_moe` names it.
+    """
+
+    arch: int
+    num_sms: int
+    num_ranks: int = 1
+    shared_memory: int = 0
+    early: bool = True
+    implementation: str = "grouped"
+
+
+def layout_of(config: MoEConfig, arch: int) -> str | Refusal:
+    """The layout of the weights that the products read, or why none runs the config.
+
+    Args:
+        config: the layer.
+        arch: compute capability times ten.
+    """
+    weights, activations = config.weight_format.name, activation_format(config)
+    refused = layer.refusal(weights, activations, arch)
+    if not refused:
+        return layer.layout_of(activations)
+    got = f"{weights} weights and {activations} activations on {arch // 10}.{arch % 10}"
+    return missing("implementation grouped", refused, got, "use xla")
+
+
+def activation_format(config: MoEConfig) -> str:
+    """Name of what tokens are quantised to."""
+    return config.recipe.activations.name
+
+
+def try_route(
+    config: MoEConfig,
+    device: jax.Device,
+    weights: ExpertWeights,
+    *,
+    num_tokens: int = 0,
+    num_ranks: int = 1,
+) -> GroupedRoute | Refusal:
+    """The route of a config's calls on a device, its kernels compiled; or why there is none.
+
+    Args:
+        config: the layer.
+        device: any of those that run it.
+        weights: the parameters, whose layout must be the products'.
+        num_tokens: rows of a call on one rank, whose kernels are compiled; 0: none are yet.
+        num_ranks: expert-parallel ranks.
+
+    Raises:
+        BuildError: a kernel does not compile.
+    """
+    spec = spec_of(device, config.reserved_sms)
+    if isinstance(spec, Refusal):
+        return spec
+    arch = layer.planned_arch(spec.arch)
+    layout = layout_of(config, arch or spec.arch)
+    if isinstance(layout, Refusal):
+        return layout
+    if weights.layout != layout:
+        hint = f"jax_megamoe.to_layout(weights, {layout!r}) converts them"
+        expected = f"{layout!r} for implementation grouped"
+        return unfit("weights.layout", expected, repr(weights.layout), hint)
+    local = config.experts_per_rank(num_ranks)
+    if local > layer.MAX_EXPERTS:
+        expected = f"at most {layer.MAX_EXPERTS} for implementation grouped"
+        return unfit("experts of a rank", expected, local, "use more ranks, or xla")
+    try:
+        extension.module()
+        compiler.find_source(humming.SOURCE)
+    except (ImportError, compiler.MissingDependency) as error:
+        return Unavailable(str(error), cause=error)
+    # 8.6 runs what is compiled for 8.0 and has less room.
+    room = SHARED_MEMORY[89] if spec.arch == 86 else 0
+    route = GroupedRoute(arch, spec.num_sms, num_ranks, room)
+    if num_tokens and num_ranks == 1:
+        _build(_described(config, route, weights, num_tokens))
+    return route
+
+
+def _described(
+    config: MoEConfig, route: GroupedRoute, weights: ExpertWeights, num_tokens: int
+) -> layer.GroupedLayer:
+    """A call of all experts on one rank, logical ids, nothing optional."""
+    recipe, activation = recipe_for(config, weights), config.activation
+    return layer.GroupedLayer(
+        arch=route.arch,
+        num_sms=route.num_sms,
+        num_tokens=num_tokens,
+        top_k=config.top_k,
+        num_experts=weights.w13_weight.shape[0],
+        num_logical=config.logical_experts,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        weights=recipe.weights.name,
+        activations=activation_format(config),
+        second_scales=(
+            _second(weights.w13_weight_scale_2),
+            _second(weights.w2_weight_scale_2),
+        ),
+        biases=weights.w13_bias is not None,
+        activation=activation.name,
+        clamp=activation.clamp,
+        alpha=activation.alpha,
+        beta=activation.beta,
+        rounds=recipe.rounding.rounds_gate_up,
+        weighs_in_combine=recipe.rounding.weighs_in_combine,
+        shared_memory=route.shared_memory,
+        early=route.early,
+    )
+
+
+def _second(scale: Array | None) -> str:
+    if scale is None:
+        return "none"
+    return "tensor" if scale.ndim == 1 else "channel"
+
+
+def moe(
+    x: BFloat16[Array, "tokens hidden"],
+    topk_ids: Int32[Array, "tokens top_k"],
+    topk_weights: Float32[Array, "tokens top_k"],
+    weights: ExpertWeights,
+    *,
+    config: MoEConfig,
+    route: GroupedRoute,
+    padding_mask: Bool[Array, " tokens"] | None = None,
+    eplb: ReplicaMap | None = None,
+    with_stats: bool = False,
+) -> tuple[BFloat16[Array, "tokens hidden"], Int32[Array, " experts"] | None]:
+    """The routed experts on one rank that holds all of them: five launches in one custom call.
+
+    Args:
+        x: bfloat16 [T, H].
+        topk_ids: int32 [T, K], logical ids.
+        topk_weights: float32 [T, K].
+        weights: in the layout that `layout_of` names.
+        config: the layer.
+        route: from `try_route`.
+        padding_mask: bool [T], True for rows that are no tokens.
+        eplb: where replicas are; None: slot p holds logical expert p % num_logical_experts.
+        with_stats: count tokens of each expert.
+
+    Returns:
+        bfloat16 [T, H], 0 for a token without experts, and int32 [E] or None.
+    """
+    described = _described(config, route, weights, x.shape[0])
+    operands = {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights}
+    if padding_mask is not None:
+        operands["padding_mask"] = padding_mask
+    replicas = 0
+    if eplb is not None:
+        operands["logical_to_physical"] = eplb.logical_to_physical
+        operands["num_replicas"] = eplb.num_replicas
+        replicas = eplb.logical_to_physical.shape[1]
+    described = dataclasses.replace(
+        described,
+        padding_mask=padding_mask is not None,
+        max_replicas=replicas,
+        stats=with_stats,
+    )
+    operands |= _parameters(weights, None)
+    out = launch_layer(described, operands)
+    return out["y"], out.get("stats")
+
+
+def rows(
+    x: BFloat16[Array, "rows hidden"],
+    expert_ids: Int32[Array, " rows"],
+    row_weights: Float32[Array, " rows"],
+    weights: ExpertWeights,
+    *,
+    config: MoEConfig,
+    route: GroupedRoute,
+    axis: Axis,
+) -> BFloat16[Array, "rows hidden"]:
+    """Each row through one local expert: a rank's part between two exchanges.
+
+    Args:
+        x: rows from all ranks.
+        expert_ids: int32, local; out of range for rows that are none, which come out 0.
+        row_weights: the top-k weight; multiplies where the recipe weighs before the second matmul.
+        weights, config, route: as of `moe`; one rank's experts.
+        axis: the manual mesh axis (axes) of expert parallelism.
+    """
+    local = weights.w13_weight.shape[0]
+    described = dataclasses.replace(
+        _described(config, route, weights, x.shape[0]), top_k=1, num_logical=local
+    )
+    if described.weighs_in_combine:
+        row_weights = jnp.ones_like(row_weights)
+    operands = {"x": x, "topk_ids": expert_ids[:, None], "topk_weights": row_weights[:, None]}
+    return launch_layer(described, operands | _parameters(weights, axis))["y"]
+
+
+def _parameters(weights: ExpertWeights, axis: Axis | None) -> dict[str, Array]:
+    """The parameters by operand, NVFP4's with the scale of second inputs in their factor."""
+    arrays = {n: a for n, a in weights.arrays().items() if not n.startswith("shared_")}
+    if weights.w2_input_scale is not None:
+        scale = expert.input_scale(weights.w2_input_scale, axis)
+        arrays["w2_weight_scale_2"] = weights.w2_weight_scale_2 * scale
+        arrays["w2_input_scale"] = scale.reshape(1)
+    return arrays
+
+
+def launch_layer(described: layer.GroupedLayer, operands: Mapping[str, Array]) -> dict[str, Array]:
+    """One call by its operands; the plan's scratch is among the results."""
+    plan = layer.plan_grouped(described)
+    _build_plan(plan)
+    x = operands["x"]
+    results = {"y": jax.ShapeDtypeStruct(x.shape, x.dtype)}
+    if described.stats:
+        operands = {**operands, "stats": jnp.zeros(described.num_experts, jnp.int32)}
+        results["stats"] = jax.ShapeDtypeStruct((described.num_experts,), jnp.int32)
+    results |= {name: jax.ShapeDtypeStruct(*like) for name, *like in plan.scratch}
+    return launcher.launch(plan, operands, results, command_buffer=True)
+
+
+def _build(described: layer.GroupedLayer) -> None:
+    _build_plan(layer.plan_grouped(described))
+
+
+def _build_plan(plan: LaunchPlan) -> None:
+    """Has the kernels of a plan compiled, or read from the cache."""
+    for step in plan.steps:
+        if isinstance(step, KernelLaunch):
+            compiler.build(step.kernel)

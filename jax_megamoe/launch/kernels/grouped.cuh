@@ -1,0 +1,529 @@
+// What lies around the matrix products of the grouped implementation: rows sorted by expert and
+// tokens quantised, the gated activation between the products, and the weighted sum after them.
+//
+// The arithmetic is that of jax_megamoe/op/staging.py and expert.py. Where a product takes BF16
+// rows, tokens of the MX and NV formats are quantised and decoded again, which is exact in BF16.
+
+#pragma once
+
+#include <staging.cuh>
+
+namespace jax_megamoe {
+
+// What a product's rows are: BF16 as they come, BF16 that hold MXFP8 or NVFP4 values, or E4M3 with
+// a float32 scale by 128.
+enum class Rows { kBf16, kMxfp8, kNvfp4, kFp8Block };
+
+enum class Gated { kSwiglu, kSitu };
+
+// Waits for the kernel before where this launch may start early; its results are there then.
+template <bool kEarly>
+__device__ __forceinline__ void wait_for_predecessor() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if constexpr (kEarly) asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Lets the kernel behind this one start early and wait for this one's end.
+template <bool kEarly>
+__device__ __forceinline__ void let_successor_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if constexpr (kEarly) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// float32 to BF16 bits, nearest even; a NaN is 0x7FFF.
+__device__ __forceinline__ uint32_t to_bf16(float number) {
+  const uint32_t bits = __float_as_uint(number);
+  if ((bits & 0x7FFFFFFF) > 0x7F800000) return 0x7FFF;
+  return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+}
+
+__device__ __forceinline__ float rounded_to_bf16(float number) {
+  return from_bf16(to_bf16(number));
+}
+
+// Eight float32 as BF16.
+__device__ __forceinline__ uint4 pack_bf16(const float (&values)[8]) {
+  uint32_t words[4];
+#pragma unroll
+  for (uint32_t i = 0; i < 4; ++i) {
+    words[i] = to_bf16(values[2 * i]) | to_bf16(values[2 * i + 1]) << 16;
+  }
+  return {words[0], words[1], words[2], words[3]};
+}
+
+// Bits of the largest magnitude of eight float32; NaNs are skipped, or win.
+template <bool kSkipNan>
+__device__ __forceinline__ uint32_t amax(const float (&values)[8]) {
+  uint32_t largest = 0;
+#pragma unroll
+  for (uint32_t i = 0; i < 8; ++i) {
+    const uint32_t magnitude = __float_as_uint(values[i]) & 0x7FFFFFFF;
+    if (!kSkipNan || magnitude <= 0x7F800000) largest = max(largest, magnitude);
+  }
+  return largest;
+}
+
+__device__ __forceinline__ uint2 to_e4m3(const float (&values)[8], float factor) {
+  uint32_t pairs[4];
+#pragma unroll
+  for (uint32_t i = 0; i < 4; ++i) {
+    pairs[i] = to_e4m3(__fmul_rn(values[2 * i], factor), __fmul_rn(values[2 * i + 1], factor));
+  }
+  return {pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16};
+}
+
+__device__ __forceinline__ void unpack(const uint4& eight, float (&values)[8]) {
+#pragma unroll
+  for (uint32_t i = 0; i < 8; ++i) values[i] = value(eight, i);
+}
+
+// UE8M0 byte of the smallest power of two s with `largest` <= 448 s, `largest` floored at 1e-4;
+// `largest` as bits of a float32.
+__device__ __forceinline__ uint32_t mxfp8_exponent_of(uint32_t largest) {
+  if (largest >= 0x7F800000) return 254;
+  const uint32_t bits = __float_as_uint(fmaxf(__uint_as_float(largest), 1e-4f));
+  return 127 + ((static_cast<int32_t>(bits - __float_as_uint(kE4m3Max)) + 0x7FFFFF) >> 23);
+}
+
+// E4M3 values of eight under a power of two, decoded to BF16: exact, as an E4M3 has four bits.
+__device__ __forceinline__ uint4 decoded_mxfp8(const float (&values)[8], uint32_t exponent) {
+  const uint2 bytes = to_e4m3(values, inverse_of_ue8m0(exponent));
+  const float unit = __uint_as_float(exponent << 23);
+  float decoded[8];
+#pragma unroll
+  for (uint32_t i = 0; i < 8; ++i) {
+    const uint32_t byte = (i < 4 ? bytes.x : bytes.y) >> i % 4 * 8 & 0xFF;
+    const float magnitude = __fmul_rn(from_e4m3(byte), unit);
+    decoded[i] = byte & 0x80 ? -magnitude : magnitude;
+  }
+  return pack_bf16(decoded);
+}
+
+// E2M1 codes of eight values times an E4M3 scale as BF16: exact.
+__device__ __forceinline__ uint4 decoded_e2m1(uint32_t codes, float scale) {
+  float decoded[8];
+#pragma unroll
+  for (uint32_t i = 0; i < 8; ++i) {
+    const uint32_t code = codes >> 4 * i & 7;
+    const float step =
+        code < 2 ? 0.5f * code : 0.25f * (4 + 2 * (code & 1)) * (1u << (code / 2 - 1));
+    const float magnitude = __fmul_rn(step, scale);
+    decoded[i] = codes >> 4 * i & 8 ? -magnitude : magnitude;
+  }
+  return pack_bf16(decoded);
+}
+
+// The lanes of this warp whose number is this lane's, and how many of them come before it.
+struct Alike {
+  uint32_t count, before;
+
+  __device__ __forceinline__ explicit Alike(uint32_t number) {
+    const uint32_t lanes = __match_any_sync(kAllLanes, number);
+    count = __popc(lanes);
+    before = __popc(lanes & ((1u << threadIdx.x % kWarp) - 1));
+  }
+};
+
+inline constexpr uint32_t kNoExpert = 0xFFFFFFFF;
+inline constexpr uint32_t kBatch = 8;  // loads in flight of a thread that sorts
+
+// One block sorts the rows (token, slot) by expert, stably: so that the same call gives the same
+// tables, and the products' tiles the same rows. See `group_tokens`.
+template <uint32_t kThreads, uint32_t kExperts, uint32_t kBlockRows>
+struct Sorter {
+  static constexpr uint32_t kWarps = kThreads / kWarp;
+
+  uint32_t (&counts)[kWarps][kExperts];  // of a warp's rows; later the next slot of each
+  uint32_t (&totals)[kExperts];
+  uint32_t (&starts)[kExperts + 1];
+  uint32_t rows, warp, lane, first, last;
+
+  __device__ __forceinline__ Sorter(uint32_t (&counts)[kWarps][kExperts],
+                                    uint32_t (&totals)[kExperts], uint32_t (&starts)[kExperts + 1],
+                                    uint32_t rows)
+      : counts(counts),
+        totals(totals),
+        starts(starts),
+        rows(rows),
+        warp(threadIdx.x / kWarp),
+        lane(threadIdx.x % kWarp) {
+    const uint32_t share = (rows + kThreads - 1) / kThreads * kWarp;
+    first = min(rows, warp * share);
+    last = min(rows, first + share);
+  }
+
+  // Counts this warp's rows; `expert_of` gives a row's expert or kNoExpert.
+  template <typename ExpertOf>
+  __device__ __forceinline__ void count(ExpertOf expert_of) {
+    for (uint32_t expert = lane; expert < kExperts; expert += kWarp) counts[warp][expert] = 0;
+    __syncwarp();
+    for (uint32_t at = first; at < last; at += kBatch * kWarp) {
+      uint32_t experts[kBatch];
+#pragma unroll
+      for (uint32_t i = 0; i < kBatch; ++i) {
+        const uint32_t row = at + i * kWarp + lane;
+        experts[i] = row < last ? expert_of(row) : kNoExpert;
+      }
+#pragma unroll
+      for (uint32_t i = 0; i < kBatch; ++i) {
+        if (at + i * kWarp >= last) break;
+        const Alike alike(experts[i]);
+        if (alike.before == 0 && experts[i] != kNoExpert) {
+          counts[warp][experts[i]] += alike.count;
+        }
+        __syncwarp();
+      }
+    }
+  }
+
+  // Slots of each expert, from the sums over warps; all threads have counted.
+  __device__ __forceinline__ void lay_out() {
+    for (uint32_t expert = threadIdx.x; expert < kExperts; expert += kThreads) {
+      uint32_t sum = 0;
+#pragma unroll
+      for (uint32_t each = 0; each < kWarps; ++each) {
+        const uint32_t number = counts[each][expert];
+        counts[each][expert] = sum;
+        sum += number;
+      }
+      totals[expert] = sum;
+    }
+    __syncthreads();
+    if (warp == 0) {
+      constexpr uint32_t kShare = (kExperts + kWarp - 1) / kWarp;
+      uint32_t sum = 0;
+#pragma unroll
+      for (uint32_t i = 0; i < kShare; ++i) {
+        const uint32_t expert = lane * kShare + i;
+        if (expert < kExperts) sum += slots_of(expert);
+      }
+      uint32_t end = sum;
+#pragma unroll
+      for (uint32_t distance = 1; distance < kWarp; distance *= 2) {
+        const uint32_t before = __shfl_up_sync(kAllLanes, end, distance);
+        if (lane >= distance) end += before;
+      }
+      uint32_t start = end - sum;
+#pragma unroll
+      for (uint32_t i = 0; i < kShare; ++i) {
+        const uint32_t expert = lane * kShare + i;
+        if (expert >= kExperts) break;
+        starts[expert] = start;
+        start += slots_of(expert);
+      }
+      if (lane == kWarp - 1) starts[kExperts] = end;
+    }
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ uint32_t slots_of(uint32_t expert) const {
+    return (totals[expert] + kBlockRows - 1) / kBlockRows * kBlockRows;
+  }
+
+  // Names each block's expert, and fills slots behind an expert's last row.
+  __device__ __forceinline__ void pad(uint32_t* __restrict__ sorted_ids,
+                                      uint32_t* __restrict__ expert_ids) const {
+    for (uint32_t expert = warp; expert < kExperts; expert += kWarps) {
+      const uint32_t start = starts[expert], end = starts[expert + 1];
+      for (uint32_t block = start / kBlockRows + lane; block < end / kBlockRows; block += kWarp) {
+        expert_ids[block] = expert;
+      }
+      for (uint32_t slot = start + totals[expert] + lane; slot < end; slot += kWarp) {
+        sorted_ids[slot] = rows;
+      }
+    }
+  }
+
+  // Puts this warp's rows into their slots, in their order.
+  template <typename ExpertOf>
+  __device__ __forceinline__ void place(uint32_t* __restrict__ sorted_ids, ExpertOf expert_of) {
+    for (uint32_t at = first; at < last; at += kBatch * kWarp) {
+      uint32_t experts[kBatch];
+#pragma unroll
+      for (uint32_t i = 0; i < kBatch; ++i) {
+        const uint32_t row = at + i * kWarp + lane;
+        experts[i] = row < last ? expert_of(row) : kNoExpert;
+      }
+#pragma unroll
+      for (uint32_t i = 0; i < kBatch; ++i) {
+        if (at + i * kWarp >= last) break;
+        const uint32_t expert = experts[i];
+        const Alike alike(expert);
+        if (expert != kNoExpert) {
+          const uint32_t before = counts[warp][expert];
+          sorted_ids[starts[expert] + before + alike.before] = at + i * kWarp + lane;
+        }
+        __syncwarp();
+        if (alike.before == 0 && expert != kNoExpert) counts[warp][expert] += alike.count;
+        __syncwarp();
+      }
+    }
+  }
+};
+
+// Block 0 sorts; the others quantise tokens, kThreads groups of eight values each, or for NVFP4 one
+// token each.
+//
+// x [num_tokens, kHidden] BF16; topk_ids [num_tokens, top_k] logical; padding_mask, or null;
+// logical_to_physical and num_replicas as in `stage_tokens`, or null.
+//
+// row_experts [num_tokens * top_k] becomes each row's expert, -1 where it has none; sorted_ids
+// lists the rows by expert, each expert's padded to whole blocks of kBlockRows by the number of
+// rows; expert_ids has the expert of each block; num_slots [1] how many slots are in use. locks
+// [num_locks] become 0; stats [kExperts], or null, grows by the rows of each expert.
+//
+// rows: what the first product reads (kRows), null for kBf16, which reads x itself; row_scales:
+// float32 [num_tokens, kHidden / 128] for kFp8Block, [num_tokens] for kNvfp4.
+template <uint32_t kHidden, uint32_t kThreads, Rows kRows, uint32_t kExperts, uint32_t kBlockRows>
+__global__ void __launch_bounds__(kThreads)
+    group_tokens(const uint4* __restrict__ x, const int32_t* __restrict__ topk_ids,
+                 const bool* __restrict__ padding_mask,
+                 const int32_t* __restrict__ logical_to_physical,
+                 const int32_t* __restrict__ num_replicas, int32_t* __restrict__ row_experts,
+                 uint32_t* __restrict__ sorted_ids, uint32_t* __restrict__ expert_ids,
+                 uint32_t* __restrict__ num_slots, int32_t* __restrict__ locks,
+                 int32_t* __restrict__ stats, void* __restrict__ rows,
+                 float* __restrict__ row_scales, uint32_t num_tokens, uint32_t top_k,
+                 uint32_t num_logical, uint32_t max_replicas, uint32_t num_locks) {
+  static_assert(kHidden % 128 == 0 && kThreads % kWarp == 0, "whole groups and whole warps");
+  if (blockIdx.x == 0) {
+    constexpr uint32_t kWarps = kThreads / kWarp;
+    __shared__ uint32_t counts[kWarps][kExperts];
+    __shared__ uint32_t totals[kExperts];
+    __shared__ uint32_t starts[kExperts + 1];
+    Sorter<kThreads, kExperts, kBlockRows> sorter(counts, totals, starts, num_tokens * top_k);
+    sorter.count([=](uint32_t row) {
+      const uint32_t token = row / top_k;
+      const auto logical = static_cast<uint32_t>(topk_ids[row]);
+      const bool padding = padding_mask != nullptr && padding_mask[token];
+      const bool known = !padding && logical < num_logical;
+      const int32_t expert = known ? to_physical(logical, token, logical_to_physical, num_replicas,
+                                                 kExperts, num_logical, max_replicas)
+                                   : -1;
+      row_experts[row] = expert;
+      return static_cast<uint32_t>(expert);
+    });
+    for (uint32_t i = threadIdx.x; i < num_locks; i += kThreads) locks[i] = 0;
+    __syncthreads();
+    sorter.lay_out();
+    if (threadIdx.x == 0) num_slots[0] = starts[kExperts];
+    if (stats != nullptr) {
+      for (uint32_t expert = threadIdx.x; expert < kExperts; expert += kThreads) {
+        stats[expert] += static_cast<int32_t>(totals[expert]);
+      }
+    }
+    sorter.pad(sorted_ids, expert_ids);
+    // A thread reads here what it wrote itself.
+    sorter.place(sorted_ids, [=](uint32_t row) { return static_cast<uint32_t>(row_experts[row]); });
+    return;
+  }
+
+  constexpr uint32_t kVectors = kHidden / 8;
+  if constexpr (kRows == Rows::kNvfp4) {
+    const uint32_t token = blockIdx.x - 1;
+    const uint4* vectors = x + static_cast<size_t>(token) * kVectors;
+    uint32_t largest = 0;
+    for (uint32_t i = threadIdx.x; i < kVectors; i += kThreads) {
+      largest = max(largest, amax_skipping_nan(vectors[i]));
+    }
+    const Nvfp4Token<Tokens::kNvfp4> quantise(block_max<kThreads>(largest));
+    if (threadIdx.x == 0) row_scales[token] = quantise.scale;
+    for (uint32_t start = 0; start < kVectors; start += kThreads) {
+      const uint32_t i = start + threadIdx.x;
+      const uint4 eight = i < kVectors ? vectors[i] : uint4{};
+      const Nvfp4 nvfp4 = quantise(eight);
+      // The word has the scales of four neighbouring groups of 16.
+      const float scale = from_e4m3(nvfp4.scales >> threadIdx.x / 2 % 4 * 8 & 0xFF);
+      if (i < kVectors) {
+        static_cast<uint4*>(rows)[static_cast<size_t>(token) * kVectors + i] =
+            decoded_e2m1(nvfp4.values, scale);
+      }
+    }
+  } else if constexpr (kRows != Rows::kBf16) {
+    const size_t place = static_cast<size_t>(blockIdx.x - 1) * kThreads + threadIdx.x;
+    const bool inside = place < static_cast<size_t>(num_tokens) * kVectors;
+    const uint4 eight = inside ? x[place] : uint4{};
+    if constexpr (kRows == Rows::kMxfp8) {
+      const uint32_t exponent = mxfp8_exponent(group_max<4>(amax_skipping_nan(eight)));
+      float values[8];
+      unpack(eight, values);
+      if (inside) static_cast<uint4*>(rows)[place] = decoded_mxfp8(values, exponent);
+    } else {
+      const float most = fmaxf(from_bf16(group_max<16>(amax_skipping_nan(eight))), 1e-10f);
+      const float scale = __fdiv_rn(most, kE4m3Max);
+      if (inside) {
+        static_cast<uint2*>(rows)[place] = to_e4m3(eight, __fdiv_rn(1.0f, scale));
+        if (place % 16 == 0) row_scales[place / 16] = scale;
+      }
+    }
+  }
+}
+
+// gate * sigmoid(alpha * gate) * (up + beta), or SiTU. The negative clamp stands for none.
+template <Gated kGated>
+__device__ __forceinline__ float activated(float gate, float up, float clamp, float alpha,
+                                           float beta) {
+  if (clamp >= 0) {
+    gate = gate > clamp ? clamp : gate;
+    up = up > clamp ? clamp : up < -clamp ? -clamp : up;
+  }
+  if constexpr (kGated == Gated::kSitu) {
+    const float linear = beta != 0 ? beta * tanhf(up / beta) : up;
+    return alpha * tanhf(gate / alpha) * (1.0f / (1.0f + expf(-gate))) * linear;
+  }
+  return gate * (1.0f / (1.0f + expf(-(alpha * gate)))) * (up + beta);
+}
+
+// A row's hidden values as the second product reads them: eight of each thread, 128 values of 16
+// neighbouring lanes. `place` counts eights.
+template <Rows kRows>
+__device__ __forceinline__ void store_rows(const float (&values)[8], float input_scale, bool inside,
+                                           size_t place, void* __restrict__ rows,
+                                           float* __restrict__ row_scales) {
+  if constexpr (kRows == Rows::kBf16) {
+    if (inside) static_cast<uint4*>(rows)[place] = pack_bf16(values);
+  } else if constexpr (kRows == Rows::kMxfp8) {
+    const uint32_t exponent = mxfp8_exponent_of(group_max<4>(amax<false>(values)));
+    if (inside) static_cast<uint4*>(rows)[place] = decoded_mxfp8(values, exponent);
+  } else if constexpr (kRows == Rows::kNvfp4) {
+    const float largest = __uint_as_float(group_max<2>(amax<false>(values)));
+    const float ratio = __fdiv_rn(largest, __fmul_rn(6.0f, input_scale));
+    const float scale = from_e4m3(to_e4m3(ratio < 0x1p-9f ? 0x1p-9f : ratio, 0.0f) & 0xFF);
+    const float inverse = scale > 0 ? __fdiv_rn(1.0f, __fmul_rn(scale, input_scale)) : 0.0f;
+    float scaled[8];
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) scaled[i] = __fmul_rn(values[i], inverse);
+    const uint32_t codes = to_e2m1(scaled, pack_bf16(scaled), E2m1Thresholds(1.0f));
+    if (inside) static_cast<uint4*>(rows)[place] = decoded_e2m1(codes, scale);
+  } else {
+    const uint32_t bits = group_max<16>(amax<true>(values));
+    const float largest = fmaxf(__uint_as_float(bits), 1e-10f);
+    const float scale = __fmul_rn(largest, static_cast<float>(1.0 / 448));
+    if (inside) {
+      static_cast<uint2*>(rows)[place] = to_e4m3(values, __fdiv_rn(1.0f, scale));
+      if (place % 16 == 0) row_scales[place / 16] = scale;
+    }
+  }
+}
+
+// Between the products: bias, activation, top-k weight and rounding, eight values a thread.
+//
+// h [num_rows, 2 * kInter] BF16, gate columns first; row_experts and topk_weights [num_rows];
+// token_scales [num_rows / top_k], or null; bias [experts, 2 * kInter] float32, or null;
+// input_scale [1], NVFP4's, or null. Rows without an expert are left alone. kRounds: gate and up
+// are rounded to BF16 first, as the SM100 kernels do; kWeighs: the top-k weight multiplies here.
+template <uint32_t kInter, uint32_t kThreads, Rows kRows, Gated kGated, bool kRounds, bool kWeighs,
+          bool kEarly>
+__global__ void __launch_bounds__(kThreads)
+    activate_rows(const uint4* __restrict__ h, const int32_t* __restrict__ row_experts,
+                  const float* __restrict__ topk_weights, const float* __restrict__ token_scales,
+                  const float4* __restrict__ bias, const float* __restrict__ input_scale,
+                  void* __restrict__ rows, float* __restrict__ row_scales, uint32_t num_rows,
+                  uint32_t top_k, float clamp, float alpha, float beta) {
+  static_assert(kInter % 128 == 0 && kThreads % kWarp == 0, "whole groups and whole warps");
+  constexpr uint32_t kVectors = kInter / 8;
+  let_successor_start<kEarly>();
+  wait_for_predecessor<kEarly>();
+  const size_t place = static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const auto row = static_cast<uint32_t>(place / kVectors);
+  const uint32_t column = place % kVectors;
+  const int32_t expert = row < num_rows ? row_experts[row] : -1;
+  const bool inside = expert >= 0;
+
+  float values[8] = {};
+  if (inside) {
+    const size_t at = static_cast<size_t>(row) * 2 * kVectors + column;
+    float gate[8], up[8];
+    unpack(h[at], gate);
+    unpack(h[at + kVectors], up);
+    if (token_scales != nullptr) {
+      const float scale = token_scales[row / top_k];
+#pragma unroll
+      for (uint32_t i = 0; i < 8; ++i) {
+        gate[i] = __fmul_rn(gate[i], scale);
+        up[i] = __fmul_rn(up[i], scale);
+      }
+    }
+    if (bias != nullptr) {
+      const float4* of_gate = bias + (static_cast<size_t>(expert) * 2 * kVectors + column) * 2;
+#pragma unroll
+      for (uint32_t half = 0; half < 2; ++half) {
+        const float4 first = of_gate[half], second = of_gate[2 * kVectors + half];
+        const float gates[] = {first.x, first.y, first.z, first.w};
+        const float ups[] = {second.x, second.y, second.z, second.w};
+#pragma unroll
+        for (uint32_t i = 0; i < 4; ++i) {
+          gate[4 * half + i] = __fadd_rn(gate[4 * half + i], gates[i]);
+          up[4 * half + i] = __fadd_rn(up[4 * half + i], ups[i]);
+        }
+      }
+    }
+    const float weight = kWeighs ? topk_weights[row] : 1.0f;
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) {
+      const float g = kRounds ? rounded_to_bf16(gate[i]) : gate[i];
+      const float u = kRounds ? rounded_to_bf16(up[i]) : up[i];
+      values[i] = activated<kGated>(g, u, clamp, alpha, beta);
+      if constexpr (kWeighs) values[i] = __fmul_rn(values[i], weight);
+    }
+  }
+  store_rows<kRows>(values, kRows == Rows::kNvfp4 ? *input_scale : 1.0f, inside, place, rows,
+                    row_scales);
+}
+
+// After the products: y [num_tokens, kHidden] BF16, the sum over a token's experts in slot order.
+//
+// outputs [num_tokens * kTopK, kHidden] BF16; bias [experts, kHidden] float32, or null, is added
+// times the top-k weight. kWeighs: the top-k weight multiplies the output too. A token without
+// experts becomes 0.
+template <uint32_t kHidden, uint32_t kThreads, uint32_t kTopK, bool kWeighs, bool kEarly>
+__global__ void __launch_bounds__(kThreads)
+    combine_rows(const uint4* __restrict__ outputs, const int32_t* __restrict__ row_experts,
+                 const float* __restrict__ topk_weights, const float4* __restrict__ bias,
+                 uint4* __restrict__ y, uint32_t num_tokens) {
+  constexpr uint32_t kVectors = kHidden / 8;
+  wait_for_predecessor<kEarly>();
+  const size_t place = static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const auto token = static_cast<uint32_t>(place / kVectors);
+  const uint32_t column = place % kVectors;
+  if (token >= num_tokens) return;
+  int32_t experts[kTopK];
+  uint4 eights[kTopK];
+#pragma unroll
+  for (uint32_t k = 0; k < kTopK; ++k) {
+    const size_t row = static_cast<size_t>(token) * kTopK + k;
+    experts[k] = row_experts[row];
+    eights[k] = experts[k] >= 0 ? outputs[row * kVectors + column] : uint4{};
+  }
+  float sums[8] = {};
+#pragma unroll
+  for (uint32_t k = 0; k < kTopK; ++k) {
+    if (experts[k] < 0) continue;
+    const bool weighs = kWeighs || bias != nullptr;
+    const float weight = weighs ? topk_weights[static_cast<size_t>(token) * kTopK + k] : 1.0f;
+    float values[8];
+    unpack(eights[k], values);
+    if (bias != nullptr) {
+      const float4* of_expert = bias + (static_cast<size_t>(experts[k]) * kVectors + column) * 2;
+#pragma unroll
+      for (uint32_t half = 0; half < 2; ++half) {
+        const float4 four = of_expert[half];
+        const float added[] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (uint32_t i = 0; i < 4; ++i) {
+          const float term = kWeighs ? added[i] : __fmul_rn(added[i], weight);
+          values[4 * half + i] = rounded_to_bf16(__fadd_rn(values[4 * half + i], term));
+        }
+      }
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) {
+      sums[i] = __fadd_rn(sums[i], kWeighs ? __fmul_rn(values[i], weight) : values[i]);
+    }
+  }
+  y[place] = pack_bf16(sums);
+}
+
+}  // namespace jax_megamoe

@@ -1,0 +1,1 @@
+"""Grouped matrix products, one expert after the other, as steps of a LaunchPlan."""

@@ -1,0 +1,365 @@
+"""A layer by grouped products, as one plan: sort and quantise, product, activation, product, sum.
+
+Operands: ``x`` bfloat16 [T, H], ``topk_ids`` int32 [T, K], ``topk_weights`` float32 [T, K],
+``padding_mask`` bool [T], ``logical_to_physical`` int32 [num_logical, R] with ``num_replicas``
+int32 [num_logical], ``w13_weight``, ``w13_weight_scale``, ``w13_weight_scale_2``, ``w13_bias``
+float32 [E, 2I] and the same of ``w2``, ``w2_input_scale`` float32 [1], ``stats`` int32 [E]; results
+``y`` bfloat16 [T, H] and the plan's scratch. Nothing outlives the call, and nothing waits for the
+host.
+"""
+
+from dataclasses import dataclass, replace
+
+from jax_megamoe.formats import GROUPED_BF16, GROUPED_FP8, GROUPED_ROWS
+from jax_megamoe.plan.arithmetic import align, ceil_div, cpp_bool
+from jax_megamoe.plan.grouped import humming, tiles
+from jax_megamoe.plan.grouped.product import KNOWN_ARCHS, WEIGHTS, Product, Tiles
+from jax_megamoe.plan.kernel import KernelSpec, LaunchConfig
+from jax_megamoe.plan.launch import (
+    Float32,
+    KernelLaunch,
+    LaunchPlan,
+    Pointer,
+    Uint32,
+    optional,
+)
+from jax_megamoe.plan.operand import Operand
+from jax_megamoe.plan.symmetric_buffer import BufferLayout
+
+_HEADER = "grouped.cuh"
+MAX_EXPERTS = 512
+"""Experts of one rank that the sorting block has room for."""
+_WIDE_SORT = 256
+_THREADS, _COMBINE_THREADS = 256, 128
+
+ROWS = {
+    "bf16": ("kBf16", "bf16"),
+    "mxfp8": ("kMxfp8", "bf16"),
+    "nvfp4": ("kNvfp4", "bf16"),
+    "fp8_block": ("kFp8Block", "fp8_f32_128"),
+}
+"""By activation format: the kernels' name of it, and what the product reads. MX and NV values are
+decoded to BF16, which holds them exactly: mma.sync and wgmma have no block scales."""
+
+
+_BOTH_FP8 = (89, 90, 100, 120)
+
+
+def planned_arch(arch: int) -> int:
+    """The architecture, of those in `KNOWN_ARCHS`, whose kernels a device of `arch` runs; 0: none.
+
+    Mma.sync and what it needs are the same within a generation, except that 8.9 has FP8.
+    """
+    if arch in KNOWN_ARCHS:
+        return arch
+    return {8: 80, 9: 90, 10: 100, 12: 120}.get(arch // 10, 0)
+
+
+def refusal(weights: str, activations: str, arch: int) -> str:
+    """What is expected instead of a recipe on an architecture; empty where it runs."""
+    rules = (
+        (arch in KNOWN_ARCHS, "compute capability 8.0 or newer"),
+        (weights in WEIGHTS, f"weights in one of {[*WEIGHTS]}"),
+        (
+            weights != "fp8_block" or activations == "fp8_block",
+            "fp8_block activations: their weights' scales are no BF16 numbers",
+        ),
+        (
+            activations != "fp8_block" or weights in ("mxfp4", "fp8_block"),
+            "mxfp4 or fp8_block weights beside fp8_block activations",
+        ),
+        (
+            activations != "fp8_block" or arch in _BOTH_FP8,
+            "compute capability 8.9 or newer for fp8_block activations",
+        ),
+        (
+            activations != "fp8_block" or weights != "mxfp4" or arch == 90,
+            "compute capability 9.0 for mxfp4 weights beside fp8_block activations",
+        ),
+    )
+    return next((expected for holds, expected in rules if not holds), "")
+
+
+def layout_of(activations: str) -> str:
+    """The layout of weights beside rows of an activation format."""
+    return GROUPED_FP8 if ROWS[activations][1] != "bf16" else GROUPED_BF16
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedLayer:
+    """Sizes, formats and options of one call on one device.
+
+    Attributes:
+        arch: one of `KNOWN_ARCHS`.
+        num_sms: multiprocessors.
+        shared_memory: most bytes of a thread block; 0: the architecture's.
+        num_experts: whose weights are here.
+        num_logical: experts that topk_ids name.
+        weights: weight format, a key of `product.WEIGHTS`.
+        activations: activation format, a key of `ROWS`.
+        second_scales: of w13 and of w2: ``"none"``, ``"tensor"`` or ``"channel"``.
+        biases: ``w13_bias`` and ``w2_bias`` are passed.
+        activation: ``"swiglu"`` or ``"situ"``.
+        clamp: None: no limit.
+        rounds: gate and up are rounded to BF16 before the activation.
+        weighs_in_combine: the top-k weight multiplies after the second product.
+        padding_mask, stats: these operands are passed.
+        max_replicas: width of ``logical_to_physical``; 0 without it.
+        early: launches overlap the ends of those before them, from Hopper on.
+        stream_k: as `Tiles`; None: as `tiles.choose` says.
+    """
+
+    arch: int
+    num_sms: int
+    num_tokens: int
+    top_k: int
+    num_experts: int
+    num_logical: int
+    hidden_size: int
+    intermediate_size: int
+    weights: str
+    activations: str
+    second_scales: tuple[str, str] = ("none", "none")
+    biases: bool = False
+    activation: str = "swiglu"
+    clamp: float | None = None
+    alpha: float = 1.0
+    beta: float = 0.0
+    rounds: bool = True
+    weighs_in_combine: bool = False
+    padding_mask: bool = False
+    max_replicas: int = 0
+    stats: bool = False
+    shared_memory: int = 0
+    early: bool = True
+    stream_k: bool | None = None
+
+    @property
+    def rows(self) -> int:
+        """Of all tokens and slots."""
+        return self.num_tokens * self.top_k
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether launches may start early."""
+        return self.early and self.arch >= 90
+
+    def product(self, w2: bool) -> Product:
+        """The first product, or the second."""
+        n = self.hidden_size if w2 else 2 * self.intermediate_size
+        k = self.intermediate_size if w2 else self.hidden_size
+        return Product(
+            arch=self.arch,
+            weights=self.weights,
+            inputs=ROWS[self.activations][1],
+            num_experts=self.num_experts,
+            n=padded_rows(n),
+            pad_n=padded_rows(n) - n,
+            k=k,
+            second_scale=self.second_scales[w2],
+        )
+
+    def tiles(self, w2: bool) -> Tiles:
+        """Of a product, whose kernel lets its successor start early."""
+        chosen = tiles.choose(self.product(w2), self.rows, self.num_sms, self.shared_memory)
+        if self.stream_k is not None:
+            chosen = replace(chosen, stream_k=self.stream_k, ordered=self.stream_k)
+        return replace(chosen, pdl=self.overlaps)
+
+
+def padded_rows(n: int) -> int:
+    """Rows of a matrix as it is stored: whole tiles of 256."""
+    return align(n, GROUPED_ROWS)
+
+
+def plan_grouped(layer: GroupedLayer) -> LaunchPlan:
+    """The plan of a call with at least one token."""
+    block_m = layer.tiles(w2=False).block[0]
+    assert layer.tiles(w2=True).block[0] == block_m
+    first = _product(layer, w2=False)
+    second = _product(layer, w2=True)
+    if layer.overlaps:
+        # The tables that it reads before it waits are older than its predecessor's predecessor.
+        config = replace(second.config, programmatic_serialization=True)
+        second = replace(second, config=config)
+    return LaunchPlan(
+        (_group(layer, block_m), first, _activate(layer), second, _combine(layer)),
+        BufferLayout(0, 0, ()),
+        1,
+        block_m,
+        scratch=_scratch(layer, block_m),
+    )
+
+
+def _scratch(layer: GroupedLayer, block_m: int) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+    rows, hidden, inter = layer.rows, layer.hidden_size, layer.intermediate_size
+    slots = humming.capacity(rows, layer.num_experts, block_m)
+    arrays = [
+        ("row_experts", (rows,), "int32"),
+        ("sorted_ids", (slots,), "uint32"),
+        ("expert_ids", (slots // block_m,), "uint32"),
+        ("num_slots", (1,), "uint32"),
+        ("locks", (humming.num_locks(layer.num_sms),), "int32"),
+        ("h", (rows, 2 * inter), "bfloat16"),
+        ("outputs", (rows, hidden), "bfloat16"),
+    ]
+    dtype = "float8_e4m3fn" if layer.activations == "fp8_block" else "bfloat16"
+    arrays.append(("hidden_rows", (rows, inter), dtype))
+    if layer.activations != "bf16":
+        arrays.append(("token_rows", (layer.num_tokens, hidden), dtype))
+    if layer.activations == "fp8_block":
+        arrays.append(("token_scales", (layer.num_tokens, hidden // 128), "float32"))
+        arrays.append(("hidden_scales", (rows, inter // 128), "float32"))
+    if layer.activations == "nvfp4":
+        arrays.append(("token_scales", (layer.num_tokens,), "float32"))
+    return tuple(arrays)
+
+
+def _pointer(name: str) -> Pointer:
+    return Pointer(name, Operand(name))
+
+
+def _own(
+    layer: GroupedLayer,
+    symbol: str,
+    template_args: tuple[str, ...],
+    types: tuple[str, ...],
+) -> KernelSpec:
+    """A kernel of this package's."""
+    arch = humming.compiler_arch(layer.arch)
+    return KernelSpec("jax_megamoe", arch, _HEADER, symbol, template_args, types)
+
+
+def _group(layer: GroupedLayer, block_m: int) -> KernelLaunch:
+    """Block 0 sorts, the others quantise."""
+    threads = 1024 if layer.num_experts <= _WIDE_SORT else 512
+    kernel = _own(
+        layer,
+        "group_tokens",
+        (
+            str(layer.hidden_size),
+            str(threads),
+            f"Rows::{ROWS[layer.activations][0]}",
+            str(layer.num_experts),
+            str(block_m),
+        ),
+        (
+            *("const uint4*", "const int32_t*", "const bool*", "const int32_t*", "const int32_t*"),
+            *("int32_t*", "uint32_t*", "uint32_t*", "uint32_t*", "int32_t*", "int32_t*"),
+            *("void*", "float*", *["uint32_t"] * 5),
+        ),
+    )
+    mapped, quantises = layer.max_replicas > 0, layer.activations != "bf16"
+    scaled = layer.activations in ("nvfp4", "fp8_block")
+    vectors = layer.num_tokens * layer.hidden_size // 8
+    blocks = layer.num_tokens if layer.activations == "nvfp4" else ceil_div(vectors, threads)
+    arguments = (
+        *map(_pointer, ("x", "topk_ids")),
+        optional("padding_mask", "padding_mask", layer.padding_mask),
+        optional("logical_to_physical", "logical_to_physical", mapped),
+        optional("num_replicas", "num_replicas", mapped),
+        *map(_pointer, ("row_experts", "sorted_ids", "expert_ids", "num_slots", "locks")),
+        optional("stats", "stats", layer.stats),
+        optional("rows", "token_rows", quantises),
+        optional("row_scales", "token_scales", scaled),
+        Uint32("num_tokens", layer.num_tokens),
+        Uint32("top_k", layer.top_k),
+        Uint32("num_logical", layer.num_logical),
+        Uint32("max_replicas", layer.max_replicas),
+        Uint32("num_locks", humming.num_locks(layer.num_sms)),
+    )
+    config = LaunchConfig((1 + blocks * quantises, 1, 1), (threads, 1, 1))
+    return KernelLaunch(kernel, config, arguments)
+
+
+def _product(layer: GroupedLayer, *, w2: bool) -> KernelLaunch:
+    name = "w2" if w2 else "w13"
+    rows, scales = ("hidden_rows", "hidden_scales") if w2 else ("token_rows", "token_scales")
+    if layer.activations == "bf16" and not w2:
+        rows = "x"
+    product = layer.product(w2)
+    names = humming.Operands(
+        a=rows,
+        c="outputs" if w2 else "h",
+        w=f"{name}_weight",
+        w_scale=f"{name}_weight_scale",
+        a_scale=scales if product.input.group else None,
+        w_scale_2=None if product.second_scale == "none" else f"{name}_weight_scale_2",
+    )
+    launch = humming.launch(
+        product,
+        layer.tiles(w2),
+        names,
+        rows=layer.rows if w2 else layer.num_tokens,
+        top_k=1 if w2 else layer.top_k,
+        num_sms=layer.num_sms,
+    )
+    # It reads the tables before it waits for its predecessor, which makes them for the first.
+    return replace(launch, config=replace(launch.config, programmatic_serialization=False))
+
+
+def _activate(layer: GroupedLayer) -> KernelLaunch:
+    early = layer.overlaps
+    kernel = _own(
+        layer,
+        "activate_rows",
+        (
+            str(layer.intermediate_size),
+            str(_THREADS),
+            f"Rows::{ROWS[layer.activations][0]}",
+            "Gated::kSitu" if layer.activation == "situ" else "Gated::kSwiglu",
+            *map(cpp_bool, (layer.rounds, not layer.weighs_in_combine, early)),
+        ),
+        (
+            *("const uint4*", "const int32_t*", "const float*", "const float*", "const float4*"),
+            *("const float*", "void*", "float*", "uint32_t", "uint32_t", "float", "float", "float"),
+        ),
+    )
+    nvfp4, scaled = layer.activations == "nvfp4", layer.activations == "fp8_block"
+    arguments = (
+        *map(_pointer, ("h", "row_experts", "topk_weights")),
+        optional("token_scales", "token_scales", nvfp4),
+        optional("bias", "w13_bias", layer.biases),
+        optional("input_scale", "w2_input_scale", nvfp4),
+        _pointer("hidden_rows"),
+        optional("row_scales", "hidden_scales", scaled),
+        Uint32("num_rows", layer.rows),
+        Uint32("top_k", layer.top_k),
+        Float32("clamp", -1.0 if layer.clamp is None else layer.clamp),
+        Float32("alpha", layer.alpha),
+        Float32("beta", layer.beta),
+    )
+    vectors = layer.rows * layer.intermediate_size // 8
+    return KernelLaunch(kernel, _flat(vectors, _THREADS, early), arguments)
+
+
+def _combine(layer: GroupedLayer) -> KernelLaunch:
+    early = layer.overlaps
+    kernel = _own(
+        layer,
+        "combine_rows",
+        (
+            str(layer.hidden_size),
+            str(_COMBINE_THREADS),
+            str(layer.top_k),
+            *map(cpp_bool, (layer.weighs_in_combine, early)),
+        ),
+        (
+            *("const uint4*", "const int32_t*", "const float*", "const float4*"),
+            *("uint4*", "uint32_t"),
+        ),
+    )
+    arguments = (
+        *map(_pointer, ("outputs", "row_experts", "topk_weights")),
+        optional("bias", "w2_bias", layer.biases),
+        _pointer("y"),
+        Uint32("num_tokens", layer.num_tokens),
+    )
+    vectors = layer.num_tokens * layer.hidden_size // 8
+    return KernelLaunch(kernel, _flat(vectors, _COMBINE_THREADS, early), arguments)
+
+
+def _flat(vectors: int, threads: int, early: bool) -> LaunchConfig:
+    """A thread for each eight values."""
+    grid = (ceil_div(vectors, threads), 1, 1)
+    return LaunchConfig(grid, (threads, 1, 1), programmatic_serialization=early)

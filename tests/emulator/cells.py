@@ -1,0 +1,331 @@
+"""Cells: calls of `mega_moe` by the kernels on the emulator, and how far they are from `reference`.
+
+A cell says what differs from the smallest call. `families` lists kernel sources with the formats
+that they have; `accepted` are README's cells, one call each; `varied` are a family's calls over
+ranks, token counts, tile heights, routings and orders of execution.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tolerances
+from cells_table import ACTIVATIONS, SIZES, SOURCES
+
+import jax_megamoe as mm
+from emulator.planned import Buffers
+from emulator.standing_in import StandIn, standing_in
+from jax_megamoe.launch.deep_gemm import check_supported
+from jax_megamoe.plan import check_sizes
+from jax_megamoe.plan.device import DeviceSpec
+
+SHORT = {"clamped": "clamped swiglu", "gpt_oss": "GPT-OSS's swiglu"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One call.
+
+    Attributes:
+        form, source: of the weights and the kernel.
+        activation: a key of `cells_table.ACTIVATIONS`.
+        shared: precision of a fused shared expert, or "".
+        tokens: rows of each rank.
+        max_tokens: 0: as many as `tokens`, at least 32.
+        unrouted: share of ids that are -1.
+        idle_experts, idle_ranks: experts that nobody chooses; ranks whose rows choose none.
+        mask: a third of the rows is padding.
+        replicas: experts beyond the logical ones, in a map given with the call.
+        delay, seed, grid_id: of the machine.
+    """
+
+    form: str
+    source: str
+    activation: str = "swiglu"
+    shared: str = ""
+    num_shared: int = 1
+    ranks: int = 1
+    tokens: int = 33
+    experts: int = 8
+    top_k: int = 2
+    hidden: int = 512
+    intermediate: int = 256
+    max_tokens: int = 0
+    num_sms: int = 4
+    unrouted: float = 0.0
+    idle_experts: tuple[int, ...] = ()
+    idle_ranks: tuple[int, ...] = ()
+    mask: bool = False
+    stats: bool = False
+    replicas: int = 0
+    fast_math: bool = True
+    reserved_sms: int = 0
+    delay: float = 0.0
+    seed: int = 1
+    grid_id: int = 0
+    smid_offset: int = 0
+
+    @property
+    def device(self) -> DeviceSpec:
+        """The device that the call is planned for."""
+        return DeviceSpec(_architecture(self.form, self.source), self.num_sms)
+
+    def config(self) -> mm.MoEConfig:
+        """The layer. Raises ValueError for sizes that no config has."""
+        return mm.MoEConfig(
+            num_experts=self.experts + self.replicas,
+            num_logical_experts=self.experts if self.replicas else None,
+            top_k=self.top_k,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            max_num_tokens=self.max_tokens or max(32, self.tokens),
+            weight_format=self.form,
+            kernel_source=self.source,
+            activation=ACTIVATIONS[SHORT.get(self.activation, self.activation)],
+            num_shared_experts=self.num_shared if self.shared else 0,
+            shared_format=self.shared or None,
+            fast_math=self.fast_math,
+            reserved_sms=self.reserved_sms,
+        )
+
+    def refusal(self) -> str:
+        """Why the product refuses the call; empty if it does not."""
+        left = dataclasses.replace(
+            self.device, num_sms=self.num_sms - self.reserved_sms, reserved_sms=self.reserved_sms
+        )
+        try:
+            check_supported(self.config(), left, self.ranks)
+        except (NotImplementedError, ValueError) as error:
+            return str(error)
+        return ""
+
+    def __str__(self) -> str:
+        changed = [
+            f"{field.name}={getattr(self, field.name)}"
+            for field in dataclasses.fields(self)[2:]
+            if getattr(self, field.name) != field.default
+        ]
+        return " ".join([self.source, self.form, *changed])
+
+
+@functools.cache
+def _architecture(form: str, source: str) -> int:
+    """The architecture that a source's kernel for a format is for; 100 if it has none."""
+    config = mm.MoEConfig(**SIZES, weight_format=form)
+    for arch in (100, 90):
+        try:
+            check_sizes(config, DeviceSpec(arch, 132), 1, source)
+        except (NotImplementedError, ValueError):
+            continue
+        return arch
+    return 100
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What came out of a cell.
+
+    Attributes:
+        error, worst: relative error of all rows, and of the worst, against `reference`.
+        equal: share of elements that are equal to its.
+        block_m: tile height of the plan; 0: nothing was launched.
+        executed: PTX instructions of warps.
+        uninitialised: reads of memory that was never written (rows of tiles beyond the tokens).
+    """
+
+    error: float
+    worst: float
+    equal: float
+    block_m: int
+    executed: int
+    uninitialised: int
+
+
+class CellFailure(AssertionError):
+    """The kernel's output is not the cell's."""
+
+
+def limit(cell: Cell) -> tolerances.Agreement:
+    """How far a cell may be from `reference`."""
+    if cell.form == "fp8_block":
+        return tolerances.KERNEL_AGREEMENT["fp8_block"]
+    if (cell.form, cell.source) == ("nvfp4", "sgl"):
+        return tolerances.EMULATED_SGL_NVFP4
+    return tolerances.EMULATED[cell.form]
+
+
+@functools.cache
+def _inputs(cell: Cell) -> dict[str, Any]:
+    """Arguments of `mega_moe` by name; rows of all ranks."""
+    config, num_tokens = cell.config(), cell.tokens * cell.ranks
+    x, ids, factors = cases.tokens(config, num_tokens)
+    rng = np.random.default_rng(7)
+    routed = np.asarray(ids).copy()
+    routed[rng.random(routed.shape) < cell.unrouted] = -1
+    routed[np.isin(routed, cell.idle_experts)] = -1
+    for rank in cell.idle_ranks:
+        routed[rank * cell.tokens : (rank + 1) * cell.tokens] = -1
+    arguments: dict[str, Any] = dict(
+        x=x, topk_ids=jnp.asarray(routed), topk_weights=factors, weights=cases.weights(config)
+    )
+    if cell.mask:
+        arguments["padding_mask"] = jnp.asarray(rng.random(num_tokens) < 0.33)
+    if cell.stats:
+        arguments["return_stats"] = True
+    if cell.replicas:
+        placement = np.arange(config.num_experts) % cell.experts
+        arguments["eplb"] = mm.replica_map(placement[::-1].copy(), cell.experts)
+    return arguments
+
+
+def _placed(cell: Cell, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with a mesh, where there are several ranks."""
+    if cell.ranks == 1:
+        return arguments
+    return arguments | dict(mesh=cases.ep_mesh(cell.ranks), axis="ep")
+
+
+def execute(cell: Cell, stand_in: StandIn, buffers: Buffers | None = None) -> Outcome:
+    """Runs a cell by the kernels and by `reference`.
+
+    Args:
+        stand_in: for the cell's device, in force.
+        buffers: symmetric buffers of an earlier cell with the same layout.
+
+    Raises:
+        EmulatorError: a kernel did something wrong.
+        CellFailure: counts differ, or a value is not finite.
+    """
+    config, arguments = cell.config(), _inputs(cell)
+    stand_in.device = cell.device
+    settings = dict(delay=cell.delay, seed=cell.seed, grid_id=cell.grid_id,
+                    smid_offset=cell.smid_offset)  # fmt: skip
+    call = functools.partial(mm.mega_moe, config=config, implementation="deep_gemm")
+    got = stand_in.run(lambda: call(**_placed(cell, arguments)), buffers=buffers, settings=settings)
+    want = _reference(cell)
+    if cell.stats:
+        if not np.array_equal(got[1], want[1]):
+            raise CellFailure(f"{cell}: counts {got[1]}, expected {want[1]}")
+        got, want = got[0], want[0]
+    return _compared(cell, np.asarray(got), np.asarray(want), stand_in)
+
+
+def _reference(cell: Cell) -> Any:
+    """The same call by `reference`, all rows on one rank."""
+    config = dataclasses.replace(
+        cell.config(), max_num_tokens=max(32, cell.ranks * cell.tokens), kernel_source=None
+    )
+    return jax.block_until_ready(
+        mm.mega_moe(**_inputs(cell), config=config, implementation="reference")
+    )
+
+
+def _compared(cell: Cell, got: np.ndarray, want: np.ndarray, stand_in: StandIn) -> Outcome:
+    if not np.isfinite(got.astype(np.float32)).all():
+        raise CellFailure(f"{cell}: not finite")
+    rows = [cases.relative_error(g, w) for g, w in zip(got, want, strict=True)]
+    run = stand_in.last
+    names = ("shared", "tensor", "global")
+    return Outcome(
+        error=cases.relative_error(got, want),
+        worst=max(rows, default=0.0),
+        equal=float((got == want).mean()) if got.size else 1.0,
+        block_m=stand_in.captured[0].plan.block_m if run else 0,
+        executed=run.machine.count("executed") if run else 0,
+        uninitialised=sum(run.machine.count(f"uninitialised_{n}") for n in names) if run else 0,
+    )
+
+
+def check(cell: Cell, stand_in: StandIn, buffers: Buffers | None = None) -> Outcome:
+    """`execute`, and the cell's limit.
+
+    Raises:
+        EmulatorError, CellFailure: the kernel is wrong.
+    """
+    outcome, allowed = execute(cell, stand_in, buffers), limit(cell)
+    if outcome.error > allowed.norm or outcome.worst > allowed.token:
+        raise CellFailure(f"{cell}: {outcome}, allowed {allowed}")
+    return outcome
+
+
+def families() -> list[tuple[str, str]]:
+    """(format, source) of every kernel family."""
+    return [
+        (form, source)
+        for form in mm.RECIPES
+        for source in SOURCES
+        if not Cell(form, source).refusal()
+    ]
+
+
+def accepted() -> Iterator[Cell]:
+    """A call of each cell of README's table that the product accepts."""
+    for form, source in families():
+        allowed = mm.RECIPES[form]
+        for name, activation in ACTIVATIONS.items():
+            if activation.name not in allowed.functions:
+                continue
+            for shared in ("", *allowed.shared_formats):
+                cell = Cell(form, source, activation=name, shared=shared)
+                if not cell.refusal():
+                    yield cell
+
+
+def varied(form: str, source: str) -> Iterator[Cell]:
+    """A family's calls that differ in anything but activation and shared expert."""
+    cell = functools.partial(Cell, form, source)
+    shared = next(iter(mm.RECIPES[form].shared_formats), "")
+    found = [
+        *(cell(tokens=t, max_tokens=130) for t in (0, 1, 7, 130)),
+        # Tile heights grow with the tokens of an expert.
+        *(cell(experts=2, tokens=t) for t in (64, 300)),
+        cell(ranks=2, tokens=32, mask=True, stats=True, unrouted=0.2),
+        cell(ranks=4, replicas=4, stats=True, idle_ranks=(0, 2), idle_experts=(0, 1)),
+        cell(ranks=8, tokens=9),
+        cell(ranks=2, experts=2, tokens=300),
+        cell(unrouted=1.0),
+        cell(delay=0.9, seed=2),
+        *(cell(ranks=2, tokens=32, delay=d, seed=s) for d, s in ((0.5, 4), (0.98, 6))),
+        cell(experts=6, top_k=3, hidden=1024, intermediate=512, num_sms=8),
+        cell(intermediate=384),
+        cell(fast_math=False),
+        cell(reserved_sms=4, num_sms=8, smid_offset=4),
+        cell(max_tokens=7000, tokens=100),
+    ]
+    if shared:
+        found.append(cell(shared=shared, num_shared=2, ranks=2, mask=True, stats=True))
+    for each in found:
+        if not each.refusal():
+            yield each
+
+
+def large(form: str, source: str) -> Cell:
+    """Hidden size 7168 and intermediate size 2048, few experts."""
+    return Cell(form, source, experts=4, hidden=7168, intermediate=2048, tokens=8, num_sms=8)
+
+
+def reuse(cell: Cell, stand_in: StandIn) -> list[Outcome]:
+    """Calls of several sizes on one symmetric buffer, garbage where a call must write first.
+
+    One of them routes nothing: the next must find the buffer as the first did.
+    """
+    outcomes: list[Outcome] = []
+    buffers: Buffers | None = None
+    sizes = ((16, 0.0), (130, 0.0), (2, 1.0), (34, 0.2), (16, 0.0))
+    for i, (tokens, unrouted) in enumerate(sizes):
+        changes = dict(tokens=tokens, unrouted=unrouted, max_tokens=130, seed=cell.seed + i)
+        one = dataclasses.replace(cell, **changes)
+        outcomes.append(check(one, stand_in, buffers))
+        assert stand_in.last is not None
+        buffers = stand_in.last.buffers
+        buffers.poison()
+    return outcomes
+
+
+__all__ = ["Cell", "CellFailure", "Outcome", "accepted", "check", "execute", "families", "large",
+           "limit", "reuse", "standing_in", "varied"]  # fmt: skip

@@ -1,0 +1,138 @@
+"""Executes the whole table of cells and writes what came out.
+
+    PYTHONPATH=.:tests:tests/plan python tests/emulator/run_cells.py [SOURCE:FORMAT ...]
+
+Writes benchmarks/results/emulated.json, a record a cell, and emulated.md from it. Cells with a
+record of the same kernels are not run again, so an interrupted run goes on; without arguments all
+families are done. It takes about an hour on two cores, most of it nvcc's.
+"""
+
+import dataclasses
+import itertools
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+from emulator import cells  # noqa: E402 (devices are counted first)
+from emulator.build import library_path  # noqa: E402
+from emulator.cells import Cell  # noqa: E402
+from emulator.machine import EmulatorError  # noqa: E402
+from emulator.ptx import PtxError  # noqa: E402
+from emulator.standing_in import StandIn  # noqa: E402
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+RECORDS, PAGE = RESULTS / "emulated.json", RESULTS / "emulated.md"
+
+Record = dict[str, Any]
+
+
+def table(families: list[tuple[str, str]]) -> Iterator[Cell]:
+    """All cells of these families: README's first, then one of each family in turn."""
+    yield from (cell for cell in cells.accepted() if (cell.form, cell.source) in families)
+    others = [[*cells.varied(*family), cells.large(*family)] for family in families]
+    for row in itertools.zip_longest(*others):
+        yield from filter(None, row)
+
+
+def record(cell: Cell, stand_in: StandIn) -> Record:
+    """What a cell gave: an outcome, or what is wrong."""
+    start = time.perf_counter()
+    fields: Record = {"cell": str(cell), "form": cell.form, "source": cell.source}
+    fields |= {"activation": cell.activation, "shared": cell.shared, "ranks": cell.ranks}
+    try:
+        fields |= dataclasses.asdict(cells.check(cell, stand_in))
+    except (EmulatorError, PtxError, cells.CellFailure) as error:
+        fields["wrong"] = str(error).splitlines()[0]
+    return fields | {"seconds": round(time.perf_counter() - start, 1)}
+
+
+def reused(form: str, source: str, stand_in: StandIn) -> Record:
+    """Five calls on one buffer by two ranks, as replays of a graph."""
+    start = time.perf_counter()
+    cell = Cell(form, source, ranks=2, grid_id=77)
+    fields: Record = {"cell": f"{cell}: five calls on one buffer", "form": form, "source": source}
+    fields |= {"activation": cell.activation, "shared": "", "ranks": 2}
+    try:
+        outcomes = cells.reuse(cell, stand_in)
+        worst = max(outcomes, key=lambda outcome: outcome.error)
+        fields |= dataclasses.asdict(worst)
+    except (EmulatorError, PtxError, cells.CellFailure) as error:
+        fields["wrong"] = str(error).splitlines()[0]
+    return fields | {"seconds": round(time.perf_counter() - start, 1)}
+
+
+def page(records: list[Record]) -> str:
+    """emulated.md."""
+    lines = [
+        "# Kernels executed by the emulator",
+        "",
+        "`PYTHONPATH=.:tests:tests/plan python tests/emulator/run_cells.py` wrote this. "
+        "[docs/emulator.md](../../docs/emulator.md) says what it means.",
+        "",
+        "A cell is a call of `mega_moe` whose kernels were executed; its error is that of all rows "
+        "against `reference`, the worst row's beside it.",
+        "",
+        "| source | format | cells | wrong | largest error | worst row | tile heights | ranks |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for form, source in dict.fromkeys((r["form"], r["source"]) for r in records):
+        own = [r for r in records if (r["form"], r["source"]) == (form, source)]
+        right = [r for r in own if "wrong" not in r]
+        tiles = sorted({r["block_m"] for r in right} - {0})
+        ranks = sorted({r["ranks"] for r in right})
+        error, worst = (max((r[k] for r in right), default=0.0) for k in ("error", "worst"))
+        lines.append(
+            f"| {source} | {form} | {len(own)} | {len(own) - len(right)} | {error:.1e} | "
+            f"{worst:.1e} | {', '.join(map(str, tiles))} | {', '.join(map(str, ranks))} |"
+        )
+    lines += [
+        "",
+        "| cell | error | worst row | equal | tile | instructions |",
+        "|---|" + "---|" * 5,
+    ]
+    for r in records:
+        if "wrong" in r:
+            lines.append(f"| {r['cell']} | wrong: {r['wrong']} | | | | |")
+        else:
+            lines.append(
+                f"| {r['cell']} | {r['error']:.1e} | {r['worst']:.1e} | {r['equal']:.4f} | "
+                f"{r['block_m']} | {r['executed']} |"
+            )
+    return "\n".join([*lines, ""])
+
+
+def main(names: list[str]) -> None:
+    """Runs what has no record yet."""
+    version = library_path().stem
+    kept: list[Record] = json.loads(RECORDS.read_text()) if RECORDS.exists() else []
+    done = {r["cell"]: r for r in kept if r["emulator"] == version}
+    wanted = [f for f in cells.families() if not names or f"{f[1]}:{f[0]}" in names]
+
+    def keep(fields: Record) -> None:
+        done[fields["cell"]] = fields | {"emulator": version}
+        print(fields["cell"], fields.get("wrong") or f"{fields['error']:.1e}",
+              f"{fields['seconds']} s", flush=True)  # fmt: skip
+        RECORDS.write_text(json.dumps(list(done.values()), indent=0) + "\n")
+
+    with cells.standing_in(Cell("mxfp8", "sgl").device) as stand_in:
+        for number, cell in enumerate(table(wanted)):
+            if str(cell) not in done:
+                keep(record(cell, stand_in))
+            if number % 16 == 15:
+                jax.clear_caches()
+        for family in wanted:
+            name = f"{Cell(*family, ranks=2, grid_id=77)}: five calls on one buffer"
+            if name not in done:
+                keep(reused(*family, stand_in))
+    PAGE.write_text(page(sorted(done.values(), key=lambda r: (r["source"], r["form"]))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

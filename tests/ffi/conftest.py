@@ -1,5 +1,0 @@
-"""Custom calls on the CPU platform end in the recording driver."""
-
-import recording
-
-driver = recording.driver

@@ -1,0 +1,268 @@
+"""The kernels around the grouped products on the host, and compiled for GPUs.
+
+tests/gpu/check_grouped.py runs whole layers on a GPU.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from kernels.on_host import HostKernels
+
+from jax_megamoe import Activation, MoEConfig, replica_map
+from jax_megamoe.compile import MissingDependency, build
+from jax_megamoe.compile.cache import KernelCache
+from jax_megamoe.compile.compiler import COMPILERS
+from jax_megamoe.compile.cubin import read_kernels
+from jax_megamoe.formats import RECIPES
+from jax_megamoe.numerics import expert
+from jax_megamoe.numerics.tokens import quantize_tokens
+from jax_megamoe.plan.grouped.layer import ROWS, GroupedLayer, plan_grouped
+from jax_megamoe.plan.launch import (
+    KernelLaunch,
+    LaunchPlan,
+    Pointer,
+    TensorMap,
+    parameter_block,
+)
+from jax_megamoe.routing.replicas import physical_ids
+
+HIDDEN, INTER, TOP_K, EXPERTS, LOGICAL = 384, 256, 3, 40, 33
+WEIGHTS = {"bf16": "mxfp4", "mxfp8": "mxfp4", "nvfp4": "nvfp4", "fp8_block": "fp8_block"}
+
+
+def layer(activations: str, num_tokens: int = 21, **changes: Any) -> GroupedLayer:
+    fields: dict[str, Any] = dict(
+        arch=90,
+        num_sms=132,
+        num_tokens=num_tokens,
+        top_k=TOP_K,
+        num_experts=EXPERTS,
+        num_logical=LOGICAL,
+        hidden_size=HIDDEN,
+        intermediate_size=INTER,
+        weights=WEIGHTS[activations],
+        activations=activations,
+        padding_mask=True,
+        stats=True,
+    )
+    return GroupedLayer(**(fields | changes))
+
+
+def steps(plan: LaunchPlan) -> dict[str, KernelLaunch]:
+    """The plan's kernels by name; of the products the last."""
+    return {step.kernel.symbol: step for step in plan.steps if isinstance(step, KernelLaunch)}
+
+
+VARIANTS = (
+    *(layer(name) for name in ROWS),
+    layer("bf16", max_replicas=2, num_logical=5, num_experts=8),
+    layer("mxfp8", activation="situ", alpha=2.0, beta=3.0, biases=True),
+    layer("fp8_block", rounds=False, biases=True, clamp=0.5, alpha=1.702, beta=1.0),
+    layer("nvfp4", weighs_in_combine=True, biases=True),
+    layer("bf16", num_tokens=700, num_experts=300, num_logical=300),
+)
+
+
+@pytest.fixture(scope="module")
+def on_host(tmp_path_factory) -> HostKernels:
+    own = ("group_tokens", "activate_rows", "combine_rows")
+    found = [steps(plan_grouped(each)) for each in VARIANTS]
+    kernels = [launches[name].kernel for launches in found for name in own]
+    return HostKernels(kernels, tmp_path_factory.mktemp("kernels"))
+
+
+def scratch(plan: LaunchPlan) -> dict[str, np.ndarray]:
+    """The plan's own arrays, full of a pattern."""
+    arrays: dict[str, np.ndarray] = {}
+    for name, shape, dtype in plan.scratch:
+        array = np.empty(shape, np.dtype(getattr(ml_dtypes, dtype, dtype)))
+        array.view(np.uint8).fill(0xA5)
+        arrays[name] = array
+    return arrays
+
+
+def normal(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def tokens_of(each: GroupedLayer) -> dict[str, np.ndarray]:
+    """Normal tokens with a few hard ones, ids out of range, a mask and top-k weights."""
+    rng = np.random.default_rng(each.num_tokens)
+    x = normal(1, each.num_tokens, HIDDEN).astype(ml_dtypes.bfloat16)
+    x[0], x[1, :5], x[2, 7] = 0, np.nan, 1e30
+    ids = rng.integers(-2, each.num_logical + 2, (each.num_tokens, each.top_k), dtype=np.int32)
+    return {
+        "x": x,
+        "topk_ids": ids,
+        "topk_weights": rng.random(ids.shape, np.float32),
+        "padding_mask": rng.random(each.num_tokens) < 0.2,
+        "stats": np.arange(each.num_experts, dtype=np.int32),
+    }
+
+
+def expected_tables(
+    experts: np.ndarray, num_experts: int, block_m: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """sorted_ids and expert_ids by a plain loop."""
+    flat, slots, blocks = experts.reshape(-1), [], []
+    for each in range(num_experts):
+        rows = np.flatnonzero(flat == each)
+        padding = -len(rows) % block_m
+        slots += [*rows, *[flat.size] * padding]
+        blocks += [each] * ((len(rows) + padding) // block_m)
+    return np.array(slots, np.uint32), np.array(blocks, np.uint32)
+
+
+@pytest.mark.parametrize("each", VARIANTS, ids=lambda e: f"{e.activations}-{e.num_experts}")
+def test_rows_are_sorted_and_tokens_quantised(on_host, each):
+    plan = plan_grouped(each)
+    arrays = scratch(plan) | tokens_of(each)
+    eplb = None
+    if each.max_replicas:
+        eplb = replica_map(np.array([0, 1, 2, 3, 4, 2, 2, 4]), 5)
+        arrays["logical_to_physical"] = np.asarray(eplb.logical_to_physical)
+        arrays["num_replicas"] = np.asarray(eplb.num_replicas)
+        each = replace(each, max_replicas=arrays["logical_to_physical"].shape[1])
+        plan = plan_grouped(each)
+    on_host.launch(steps(plan)["group_tokens"], arrays)
+
+    sizes = dict(top_k=each.top_k, hidden_size=HIDDEN, intermediate_size=INTER, max_num_tokens=999)
+    config = MoEConfig(num_experts=each.num_experts, num_logical_experts=each.num_logical, **sizes)
+    known = (arrays["topk_ids"] >= 0) & (arrays["topk_ids"] < each.num_logical)
+    known &= ~arrays["padding_mask"][:, None]
+    logical = jnp.asarray(np.where(known, arrays["topk_ids"], -1))
+    experts = np.asarray(physical_ids(logical, config=config, eplb=eplb))
+    np.testing.assert_array_equal(arrays["row_experts"], experts.reshape(-1))
+    slots, blocks = expected_tables(experts, each.num_experts, plan.block_m)
+    assert arrays["num_slots"][0] == len(slots) <= len(arrays["sorted_ids"])
+    np.testing.assert_array_equal(arrays["sorted_ids"][: len(slots)], slots)
+    np.testing.assert_array_equal(arrays["expert_ids"][: len(blocks)], blocks)
+    assert not arrays["locks"].any()
+    counts = np.bincount(experts[experts >= 0], minlength=each.num_experts)
+    np.testing.assert_array_equal(arrays["stats"], np.arange(each.num_experts) + counts)
+    if each.activations == "bf16":
+        return
+    want = quantize_tokens(jnp.asarray(arrays["x"]), RECIPES[each.activations])
+    fine = ~np.isnan(arrays["x"].astype(np.float32)).any(axis=1)
+    if each.activations == "fp8_block":
+        np.testing.assert_array_equal(arrays["token_scales"], want.scale)
+        same_bytes(arrays["token_rows"], np.asarray(want.values), fine)
+    else:
+        same_bytes(arrays["token_rows"], np.asarray(want.decoded()), fine)
+    if each.activations == "nvfp4":
+        np.testing.assert_array_equal(arrays["token_scales"], want.token_scale)
+
+
+def same_bytes(got: np.ndarray, want: np.ndarray, rows: np.ndarray) -> None:
+    """Equal bits in some rows, a negative zero being a zero."""
+    assert got.dtype == want.dtype
+    pairs = (array[rows].astype(np.float32) for array in (got, want))
+    np.testing.assert_array_equal(*pairs)
+
+
+@pytest.mark.parametrize(
+    "each", VARIANTS[:-1], ids=lambda e: f"{e.activations}-{e.activation}-{e.biases}"
+)
+def test_hidden_values_are_what_expert_says(on_host, each):
+    """The activation differs in the last bits of exp, so a few rounded values may."""
+    plan = plan_grouped(each)
+    arrays = scratch(plan) | tokens_of(each)
+    arrays["row_experts"] = np.arange(each.rows, dtype=np.int32) % each.num_experts
+    arrays["row_experts"][5] = -1
+    h = normal(2, each.rows, 2 * INTER).astype(ml_dtypes.bfloat16)
+    arrays["h"] = h
+    arrays["w13_bias"] = normal(3, each.num_experts, 2 * INTER)
+    arrays["w2_input_scale"] = np.array([0.37], np.float32)
+    if each.activations == "nvfp4":
+        arrays["token_scales"] = np.random.default_rng(4).random(each.num_tokens, np.float32)
+    before = arrays["hidden_rows"].copy()
+    on_host.launch(steps(plan)["activate_rows"], arrays)
+
+    values = h.astype(np.float32)
+    if each.activations == "nvfp4":
+        values = values * np.repeat(arrays["token_scales"], TOP_K)[:, None]
+    if each.biases:
+        values = values + arrays["w13_bias"][arrays["row_experts"]]
+    gate, up = jnp.split(jnp.asarray(values), 2, axis=1)
+    activation = Activation(each.activation, clamp=each.clamp, alpha=each.alpha, beta=each.beta)
+    if each.rounds:
+        gate, up = expert.round_bf16(gate), expert.round_bf16(up)
+    act = expert.activate(gate, up, activation)
+    weight = None
+    if not each.weighs_in_combine:
+        weight = jnp.asarray(arrays["topk_weights"].reshape(-1)[:, None])
+    scale = jnp.float32(0.37) if each.activations == "nvfp4" else None
+    want = np.asarray(
+        expert.second_input(act, weight, RECIPES[each.activations], scale), np.float32
+    )
+    got = arrays["hidden_rows"].astype(np.float32)
+    if each.activations == "fp8_block":
+        got = got * np.repeat(arrays["hidden_scales"], 128, axis=1)
+    live = arrays["row_experts"] >= 0
+    different = ~np.isclose(got[live], want[live], rtol=1e-6, atol=1e-12)
+    assert different.mean() < 2e-3
+    assert np.linalg.norm((got - want)[live]) < 2e-3 * np.linalg.norm(want[live])
+    np.testing.assert_array_equal(arrays["hidden_rows"][5].view(np.uint8), before[5].view(np.uint8))
+
+
+@pytest.mark.parametrize("each", VARIANTS, ids=lambda e: f"{e.activations}-{e.biases}")
+def test_outputs_are_summed_in_order(on_host, each):
+    plan = plan_grouped(each)
+    arrays = scratch(plan) | tokens_of(each)
+    experts = np.random.default_rng(5).integers(-1, each.num_experts, each.rows, dtype=np.int32)
+    experts[:TOP_K] = -1
+    arrays["row_experts"] = experts
+    arrays["outputs"] = normal(6, each.rows, HIDDEN).astype(ml_dtypes.bfloat16)
+    arrays["outputs"][experts < 0] = np.nan
+    arrays["w2_bias"] = normal(7, each.num_experts, HIDDEN)
+    arrays["y"] = np.full((each.num_tokens, HIDDEN), np.nan, ml_dtypes.bfloat16)
+    on_host.launch(steps(plan)["combine_rows"], arrays)
+
+    slots = arrays["outputs"].astype(np.float32)
+    weights = arrays["topk_weights"].reshape(-1)[:, None]
+    if each.biases:
+        bias = arrays["w2_bias"][experts] * (1 if each.weighs_in_combine else weights)
+        slots = (slots + bias).astype(ml_dtypes.bfloat16).astype(np.float32)
+    slots = np.where(experts[:, None] >= 0, slots, 0).reshape(each.num_tokens, TOP_K, HIDDEN)
+    factors = jnp.asarray(arrays["topk_weights"]) if each.weighs_in_combine else None
+    want = expert.combine(jnp.asarray(slots), factors, None).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(arrays["y"].astype(np.float32), np.asarray(want, np.float32))
+    assert not arrays["y"][0].any()
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("each", (VARIANTS[1], VARIANTS[6]), ids=lambda e: e.activations)
+def test_compiled_parameters_are_where_planned(each, compiler, tmp_path):
+    try:
+        made_by = COMPILERS[compiler]()
+    except MissingDependency as error:
+        pytest.skip(str(error))
+    for step in steps(plan_grouped(each)).values():
+        if step.kernel.source != "jax_megamoe":
+            continue
+        (kernel,) = read_kernels(build(step.kernel, compiler=made_by, cache=KernelCache(tmp_path)))
+        assert kernel.parameters == parameter_block(step)
+
+
+def test_every_pointer_has_an_array():
+    """Operands of a plan are the arrays that its docstring names, or its own scratch."""
+    plan = plan_grouped(layer("nvfp4", biases=True, second_scales=("tensor", "tensor")))
+    own = {name for name, *_ in plan.scratch}
+    named: set[str] = set()
+    for step in plan.steps:
+        assert isinstance(step, KernelLaunch)
+        for argument in step.arguments:
+            if isinstance(argument, TensorMap):
+                named.add(argument.spec.base.name)
+            elif isinstance(argument, Pointer) and argument.operand is not None:
+                named.add(argument.operand.name)
+    assert own < named
+    assert named - own == {
+        *("x", "topk_ids", "topk_weights", "padding_mask", "stats", "y", "w2_input_scale"),
+        *("w13_weight", "w13_weight_scale", "w13_weight_scale_2", "w13_bias"),
+        *("w2_weight", "w2_weight_scale", "w2_weight_scale_2", "w2_bias"),
+    }
