@@ -8,29 +8,34 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 from jaxtyping import Array, BFloat16, Bool, Int32
 
 from jax_megamoe import _checks
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.formats import WeightFormat
 from jax_megamoe.mesh import Axis, current_mesh, reshape_rows
-from jax_megamoe.nn.hf_config import HASHED, Layers, block_spec, layers_of, read_hf_config
+from jax_megamoe.nn.block_checks import (
+    check_biases,
+    check_block_sizes,
+    check_kind,
+    concrete_mesh,
+)
+from jax_megamoe.nn.hf_config import Layers, block_spec, layers_of, read_hf_config
 from jax_megamoe.nn.layer import MegaMoE
 from jax_megamoe.nn.router_layer import RouterLayer
 from jax_megamoe.nn.shared_expert import SharedExpert, log_unfused, unfused_reason
 from jax_megamoe.nn.storage import Storage, format_of_layer, shared_scheme, storage_of
 from jax_megamoe.nn.variables import replicated
 from jax_megamoe.nn.weighed_input import plus_shared, weighed
+from jax_megamoe.op.transforms import widened
 from jax_megamoe.routing.replicas import ReplicaMap
 from jax_megamoe.routing.router import Router
 from jax_megamoe.weights.checkpoint.block_tensors import BlockTensors
 from jax_megamoe.weights.checkpoint.families import GateUpOrder
 from jax_megamoe.weights.checkpoint.load import Pairs, load_experts
 from jax_megamoe.weights.checkpoint.select import format_of
-from jax_megamoe.weights.params import ExpertWeights
 
 
 class MegaMoEBlock(nnx.Module):
@@ -97,7 +102,7 @@ class MegaMoEBlock(nnx.Module):
         _checks.integer("shared_size", shared_size)
         own = (config.hidden_size, config.intermediate_size)
         self.stored_sizes = own if stored_sizes is None else stored_sizes
-        _check_sizes(config, router, self.stored_sizes, shared_size)
+        check_block_sizes(config, router, self.stored_sizes, shared_size)
         shared_size = shared_size or config.shared_size
         if has_shared_gate and not shared_size:
             expected = "False where there is no shared expert"
@@ -267,7 +272,7 @@ class MegaMoEBlock(nnx.Module):
         mask, weighs = per_token["padding_mask"], self.router.settings.weighs_input
         inputs, given = weighed(rows, routing) if weighs else (rows, routing)
         result = self.experts(
-            _widened(inputs, self.config),
+            widened(inputs, self.config),
             *given,
             padding_mask=mask,
             eplb=eplb,
@@ -317,14 +322,14 @@ class MegaMoEBlock(nnx.Module):
             TypeError, NotImplementedError, FileNotFoundError: as `load_experts`.
         """
         if self.layers is not None:
-            self._check_kind(self.layers.moe_kind(layer_index), layer_index)
+            check_kind(self.router.settings, self.layers.moe_kind(layer_index), layer_index)
         tensors = BlockTensors(checkpoint, layer_index, prefix=prefix)
         made = self._as_stored(tensors, quantization_config)
         router = self.router.read(tensors)
         shared = {} if made.shared_expert is None else made.shared_expert.read(tensors)
         tensors.check_all_taken(fused_shared=made.config.num_shared_experts > 0)
         gate_up_order = gate_up_order or (self.storage and self.storage.gate_up_order)
-        mesh = self._mesh_to_load_on()
+        mesh = concrete_mesh(self.experts.used_mesh)
         experts = load_experts(
             made.config,
             tensors.checkpoint,
@@ -336,7 +341,8 @@ class MegaMoEBlock(nnx.Module):
             gate_up_order=gate_up_order,
             progress=progress,
         )
-        self._check_biases(experts, tensors.prefix)
+        has_biases = getattr(self.experts, "w13_bias") is not None
+        check_biases(has_biases, experts, tensors.prefix)
         self.config, self.shared_expert = made.config, nnx.data(made.shared_expert)
         self.shared_stored = made.shared_stored
         for module, arrays in ((self.router, router), (self.shared_expert, shared)):
@@ -389,50 +395,4 @@ class MegaMoEBlock(nnx.Module):
     def _shared(self, x: Array) -> Array:
         assert self.shared_expert is not None
         with jax.named_scope("mega_moe_block/shared"):
-            return _widened(self.shared_expert(x[:, : self.hidden_size]), self.config)
-
-    def _check_kind(self, kind: str, layer_index: int) -> None:
-        hashed = bool(self.router.settings.table_size)
-        if hashed != (kind == HASHED):
-            by = {True: "one that looks experts up by token id", False: "one that scores experts"}
-            hint = f"make the block with from_config(..., layer_index={layer_index})"
-            raise ValueError(
-                _checks.message(f"layer {layer_index}", by[hashed], by[not hashed], hint)
-            )
-
-    def _mesh_to_load_on(self) -> Mesh | None:
-        mesh = self.experts.used_mesh
-        if isinstance(mesh, AbstractMesh):
-            expected = "a call outside jit: files are read"
-            raise ValueError(_checks.message("load", expected, "one in a trace"))
-        return mesh
-
-    def _check_biases(self, experts: ExpertWeights, prefix: str) -> None:
-        has, wanted = experts.w13_bias is not None, getattr(self.experts, "w13_bias") is not None
-        if has != wanted:
-            words = {True: "biases of the experts", False: "no biases of the experts"}
-            raise ValueError(_checks.message(prefix, words[wanted], words[has]))
-
-
-def _widened(rows: Array, config: MoEConfig) -> Array:
-    """Rows with zeros up to the config's hidden size."""
-    missing = config.hidden_size - rows.shape[1]
-    return jnp.pad(rows, ((0, 0), (0, missing))) if missing else rows
-
-
-def _check_sizes(
-    config: MoEConfig, router: Router, stored_sizes: tuple[int, int], shared_size: int
-) -> None:
-    for name, got, wanted in (
-        ("num_experts", router.num_experts, config.logical_experts),
-        ("top_k", router.top_k, config.top_k),
-    ):
-        if got != wanted:
-            raise ValueError(_checks.message(f"router {name}", f"{wanted}, the config's", got))
-    own = dict(hidden_size=config.hidden_size, intermediate_size=config.intermediate_size)
-    for (name, limit), size in zip(own.items(), stored_sizes, strict=True):
-        number = _checks.integer(f"stored_sizes {name}", size, minimum=1)
-        _checks.at_most(f"stored_sizes {name}", number, limit, f"config.{name}")
-    if config.num_shared_experts and shared_size not in (0, config.shared_size):
-        expected = f"{config.shared_size}, the config's {config.num_shared_experts} experts"
-        raise ValueError(_checks.message("shared_size", expected, shared_size))
+            return widened(self.shared_expert(x[:, : self.hidden_size]), self.config)

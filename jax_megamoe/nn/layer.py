@@ -17,12 +17,12 @@ from jax_megamoe.config import MoEConfig
 from jax_megamoe.launch import deep_gemm, runnable
 from jax_megamoe.mesh import Axis, current_mesh
 from jax_megamoe.nn.variables import ExpertVariable, held, replicated
-from jax_megamoe.op.mega_moe import PORTABLE, call, place_of
-from jax_megamoe.op.transforms import Parameters, Place, Tokens
+from jax_megamoe.op.mega_moe import PORTABLE, call
+from jax_megamoe.op.transforms import Parameters, Place, Tokens, place_of
 from jax_megamoe.routing.rebalance import rebalance, solve_placement
 from jax_megamoe.routing.replicas import ReplicaMap, check_map, initial_map, placement_of
 from jax_megamoe.weights.checkpoint.load import Pairs, reload_experts
-from jax_megamoe.weights.experts import random_experts
+from jax_megamoe.weights.drawn import random_experts
 from jax_megamoe.weights.params import (
     ARRAY_FIELDS,
     ExpertWeights,

@@ -1,7 +1,6 @@
 """`mega_moe`: check the arguments, choose an implementation, call it."""
 
 import logging
-import math
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
@@ -10,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, BFloat16, Bool, Float32, Int32
 
@@ -26,6 +25,7 @@ from jax_megamoe.op.transforms import (
     Place,
     Tokens,
     add_shared,
+    place_of,
     run,
     zero_padding,
 )
@@ -188,50 +188,6 @@ def _padded(tokens: Tokens, missing: int) -> Tokens:
     return Tokens(
         pad(x, 0), pad(ids, -1), pad(weights, 0), None if mask is None else pad(mask, True)
     )
-
-
-def place_of(
-    config: MoEConfig,
-    mesh: Mesh | AbstractMesh | None,
-    axis: Axis | None,
-    token_axes: Axis | None = None,
-) -> Place:
-    """Where a call with this mesh and axis runs.
-
-    Raises:
-        ValueError: a mesh or token axes without an axis, an axis that no mesh has, token axes
-            without the axis among them, experts that do not divide.
-    """
-    if axis is None:
-        if mesh is not None or token_axes is not None:
-            raise ValueError(_checks.message("axis", "the expert-parallel axis of the mesh", None))
-        return Place(None, 1, False, None, None, 1)
-    names = axis_names(axis)
-    context = jax.sharding.get_abstract_mesh()
-    inside = bool(names) and set(names) <= set(context.manual_axes)
-    used = context if mesh is None else mesh
-    sizes = _sizes("axis", axis, used)
-    num_ranks = math.prod(sizes)
-    config.experts_per_rank(num_ranks)
-    named = names[0] if len(names) == 1 else names
-    if token_axes is None or inside:
-        return Place(named, num_ranks, inside, used, named, num_ranks)
-    parts = _sizes("token_axes", token_axes, used)
-    rows = axis_names(token_axes)
-    if not set(names) <= set(rows) or len(set(rows)) < len(rows):
-        expected = f"distinct axes with the expert-parallel {list(names)} among them"
-        raise ValueError(_checks.message("token_axes", expected, repr(token_axes)))
-    return Place(named, num_ranks, inside, used, rows, math.prod(parts))
-
-
-def _sizes(argument: str, axis: Axis, mesh: Mesh | AbstractMesh) -> list[int]:
-    """Sizes of mesh axes."""
-    names = axis_names(axis)
-    if not names or any(name not in mesh.shape for name in names):
-        where = f"one of {list(mesh.shape)}" if mesh.shape else "an axis of a mesh"
-        hint = "pass mesh=, use jax.set_mesh, or call inside jax.shard_map over the axis"
-        raise ValueError(_checks.message(argument, where, repr(axis), hint))
-    return [mesh.shape[name] for name in names]
 
 
 def _check_arrays(

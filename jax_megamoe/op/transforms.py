@@ -4,6 +4,7 @@ The layers, outside in: jit; the derivative rule; `shard_map`, unless the caller
 batching rule; one rank's part.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -72,6 +73,50 @@ class Place(NamedTuple):
             return ()
         experts = axis_names(self.axis)
         return tuple(name for name in axis_names(self.token_axes) if name not in experts)
+
+
+def place_of(
+    config: MoEConfig,
+    mesh: Mesh | AbstractMesh | None,
+    axis: Axis | None,
+    token_axes: Axis | None = None,
+) -> Place:
+    """Where a call with this mesh and axis runs.
+
+    Raises:
+        ValueError: a mesh or token axes without an axis, an axis that no mesh has, token axes
+            without the axis among them, experts that do not divide.
+    """
+    if axis is None:
+        if mesh is not None or token_axes is not None:
+            raise ValueError(_checks.message("axis", "the expert-parallel axis of the mesh", None))
+        return Place(None, 1, False, None, None, 1)
+    names = axis_names(axis)
+    context = jax.sharding.get_abstract_mesh()
+    inside = bool(names) and set(names) <= set(context.manual_axes)
+    used = context if mesh is None else mesh
+    sizes = _sizes("axis", axis, used)
+    num_ranks = math.prod(sizes)
+    config.experts_per_rank(num_ranks)
+    named = names[0] if len(names) == 1 else names
+    if token_axes is None or inside:
+        return Place(named, num_ranks, inside, used, named, num_ranks)
+    parts = _sizes("token_axes", token_axes, used)
+    rows = axis_names(token_axes)
+    if not set(names) <= set(rows) or len(set(rows)) < len(rows):
+        expected = f"distinct axes with the expert-parallel {list(names)} among them"
+        raise ValueError(_checks.message("token_axes", expected, repr(token_axes)))
+    return Place(named, num_ranks, inside, used, rows, math.prod(parts))
+
+
+def _sizes(argument: str, axis: Axis, mesh: Mesh | AbstractMesh) -> list[int]:
+    """Sizes of mesh axes."""
+    names = axis_names(axis)
+    if not names or any(name not in mesh.shape for name in names):
+        where = f"one of {list(mesh.shape)}" if mesh.shape else "an axis of a mesh"
+        hint = "pass mesh=, use jax.set_mesh, or call inside jax.shard_map over the axis"
+        raise ValueError(_checks.message(argument, where, repr(axis), hint))
+    return [mesh.shape[name] for name in names]
 
 
 class Call(NamedTuple):
@@ -273,6 +318,12 @@ def _backward(
         num_ranks=place.num_ranks,
     )
     return zero_padding(of_x, mask).astype(x.dtype), of_weights
+
+
+def widened(rows: Array, config: MoEConfig) -> Array:
+    """Rows with zeros up to the config's hidden size."""
+    missing = config.hidden_size - rows.shape[1]
+    return jnp.pad(rows, ((0, 0), (0, missing))) if missing else rows
 
 
 def zero_padding(rows: Array, padding_mask: Array | None) -> Array:

@@ -171,7 +171,7 @@ def test_input_scales_and_biases_follow_their_experts() -> None:
     biases = tuple(jnp.ones((12, n)) * scales[:, None] for n in (128, 128, 256))
     weights = mm.quantize_experts(cfg, *parts, w2_input_scale=scales, biases=biases)
     np.testing.assert_array_equal(weights.w2_input_scale, np.arange(16) % 12)
-    for bias in (weights.w13_bias, weights.w2_bias):
+    for bias in (weights.w13_bias[:, 0], weights.w2_bias):
         np.testing.assert_array_equal(bias[:, 0], np.arange(16) % 12)
     plain = mm.quantize_experts(cfg, *parts)
     np.testing.assert_array_equal(plain.w2_input_scale, np.zeros(16))

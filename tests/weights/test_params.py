@@ -234,7 +234,7 @@ def test_refused_for_the_config() -> None:
         check_weights(mxfp8, dataclasses.replace(weights, w13_weight=tiled))
     message = r"^weights.layout: expected one of \['interleave8', 'humming_bf16'\], got 'sgl_fp4'$"
     with pytest.raises(ValueError, match=message):
-        check_weights(mxfp8, dataclasses.replace(weights, w13_weight=tiled))
+        check_weights(mxfp8, dataclasses.replace(weights, layout="sgl_fp4"))
     message = r"^weights.w13_weight: expected shape \[2, 256, 256\], got shape \[16, 256, 256\]$"
     with pytest.raises(ValueError, match=message):
         check_weights(mxfp8, weights, 2)
