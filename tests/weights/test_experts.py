@@ -12,11 +12,8 @@ import pytest
 from jax.sharding import NamedSharding
 
 import jax_megamoe as mm
-from jax_megamoe.weights.experts import (
-    dequantize_biases,
-    dequantize_shared,
-    random_experts,
-)
+from jax_megamoe.weights.drawn import random_experts
+from jax_megamoe.weights.experts import dequantize_biases, dequantize_shared
 from jax_megamoe.weights.params import check_weights
 
 # Relative error of one cast of normal values: rounding to 8, 4 or 2 significant bits.
