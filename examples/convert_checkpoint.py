@@ -1,6 +1,7 @@
 """A checkpoint converted once to kernel layout, in two formats, and read as it is from then on."""
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -31,19 +32,19 @@ def convert(checkpoint: Path, form: str) -> None:
         checkpoint.with_name(f"{form}.safetensors"),
         prefix=EXPERTS,
         progress=False,
-        # Fields of the config; what is not given comes from the checkpoint.
+        # A field of the spec; what is not given comes from the checkpoint.
         weight_format=form,
-        top_k=stored.top_k,
-        max_num_tokens=stored.max_num_tokens,
     )
-    weights = mm.load_converted(layer.path, layer.config)
+    # What the parameters are; top_k and the like are the calls'.
+    weights = mm.load_converted(layer.path, layer.spec)
 
-    again = mm.load_experts(layer.config, checkpoint, prefix=EXPERTS, progress=False)
+    again = mm.load_experts(layer.spec, checkpoint, prefix=EXPERTS, progress=False)
     for name, array in weights.arrays().items():
         if np.asarray(array).tobytes() != np.asarray(again.arrays()[name]).tobytes():
             raise SystemExit(f"{form}: {name} in the file is not what the checkpoint gives")
 
-    y = mm.mega_moe(x, topk_ids, topk_weights, weights, config=layer.config)
+    config = replace(stored, weight_format=form, shared_format=None)
+    y = mm.mega_moe(x, topk_ids, topk_weights, weights, config=config)
     error = jnp.linalg.norm(y - exact) / jnp.linalg.norm(exact)
     print(
         f"{form}: {layer.path.stat().st_size / 1e6:.1f} MB, bit for bit what the checkpoint gives, "

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from jax_megamoe.config import Activation as Activation
+from jax_megamoe.config import ExpertSpec as ExpertSpec
 from jax_megamoe.config import MoEConfig as MoEConfig
 from jax_megamoe.formats import ACTIVATION_FORMATS as ACTIVATION_FORMATS
 from jax_megamoe.formats import BF16 as BF16

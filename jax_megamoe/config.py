@@ -1,4 +1,4 @@
-"""What a MoE layer computes: `MoEConfig` and its `Activation`, frozen and checked when made.
+"""What a MoE layer computes: `MoEConfig`, its `ExpertSpec` and `Activation`, frozen and checked.
 
 Neither imports JAX: a config can be made, compared, hashed and planned for on a machine without it.
 """
@@ -8,6 +8,7 @@ Neither imports JAX: a config can be made, compared, hashed and planned for on a
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from jax_megamoe import _checks
 from jax_megamoe.formats import (
@@ -101,95 +102,43 @@ def _checked_clamp(clamp: object) -> float | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoEConfig:
-    """Sizes, format and activation of one MoE layer; the same on every rank.
+class ExpertSpec:
+    """What the parameters of a layer's experts depend on: all that loading them needs.
+
+    A `MoEConfig` is one too, with what calls need besides.
 
     Attributes:
         num_experts: physical experts over all ranks, replicas included.
-        top_k: experts a token names, 1 to num_logical_experts.
         hidden_size: H, a multiple of 128.
         intermediate_size: I of one routed expert, a multiple of 128.
-        max_num_tokens: most tokens a rank passes in one call.
-        weight_format: a `WeightFormat`, its name, or the name of a `Recipe`, which stands for both
-            formats.
-        activation: an `Activation`, or the name of one with its default parameters.
+        weight_format: a `WeightFormat` or its name.
         num_shared_experts: width of a fused shared expert in units of intermediate_size; 0: none.
         num_logical_experts: experts the router knows; None: num_experts. Physical slot p holds
             logical expert p % num_logical_experts, until a rebalance says otherwise.
         shared_format: precision of a fused shared expert; None: the format's default.
-        kernel_source: forces a source of kernels, such as ``"sgl"`` or ``"vllm"``; None: the
-            preferred one that can. An unknown name is refused by the first call.
-        activation_format: an `ActivationFormat` or its name; None: the default of the weight
-            format. `recipe` is what the pair makes.
-        reserved_sms: streaming multiprocessors that the kernel leaves free for others (collectives
-            on another stream); an even number.
-        fast_math: the kernel's approximate exp and reciprocal.
 
     Raises:
-        ValueError: a size out of range or off its multiple, an activation or shared precision that
-            the format does not have.
+        ValueError: a size out of range or off its multiple, a shared precision that the format does
+            not have.
         TypeError: a field of the wrong type.
     """
 
     num_experts: int
-    top_k: int
     hidden_size: int
     intermediate_size: int
-    max_num_tokens: int
     weight_format: WeightFormat = MXFP4
-    activation: Activation = Activation("swiglu")
     num_shared_experts: int = 0
     num_logical_experts: int | None = None
     shared_format: str | None = None
-    kernel_source: str | None = None
-    activation_format: ActivationFormat | None = None
-    reserved_sms: int = 0
-    fast_math: bool = True
 
     def __post_init__(self) -> None:
-        for field in ("num_experts", "top_k", "hidden_size", "intermediate_size", "max_num_tokens"):
+        for field in ("num_experts", "hidden_size", "intermediate_size"):
             object.__setattr__(self, field, _checks.integer(field, getattr(self, field), minimum=1))
-        for field in ("num_shared_experts", "reserved_sms"):
-            object.__setattr__(self, field, _checks.integer(field, getattr(self, field)))
+        shared = _checks.integer("num_shared_experts", self.num_shared_experts)
+        object.__setattr__(self, "num_shared_experts", shared)
         self._set_formats()
-        if isinstance(self.activation, str):
-            object.__setattr__(self, "activation", Activation(self.activation))
-        self._check_sizes()
-        self._check_choices()
-
-    def _set_formats(self) -> None:
-        """Names into formats; the default activation format into None, however it was named."""
-        weights, activations = self.weight_format, self.activation_format
-        named: Recipe | None = None
-        if isinstance(weights, str):
-            _checks.one_of("weight_format", weights, [*{**WEIGHT_FORMATS, **RECIPES}])
-            # A name of both stands for the weights: their default recipe is the one of that name.
-            named = None if weights in WEIGHT_FORMATS else RECIPES[weights]
-            weights = WEIGHT_FORMATS[weights] if named is None else named.weights
-        if isinstance(activations, str):
-            _checks.one_of("activation_format", activations, ACTIVATION_FORMATS)
-            activations = ACTIVATION_FORMATS[activations]
-        if named is not None:
-            if activations not in (None, named.activations):
-                expected = f"None or {named.activations.name} for the recipe {named.name}"
-                raise ValueError(_checks.message("activation_format", expected, activations))
-            activations = named.activations
-        for name, value, kind in (
-            ("weight_format", weights, WeightFormat),
-            ("activation_format", activations, ActivationFormat | None),
-        ):
-            if not isinstance(value, kind):
-                expected = "a format or the name of one"
-                raise TypeError(_checks.message(name, expected, type(value).__name__))
-        if recipe_of(weights, activations) is recipe_of(weights):
-            activations = None
-        object.__setattr__(self, "weight_format", weights)
-        object.__setattr__(self, "activation_format", activations)
-
-    def _check_sizes(self) -> None:
         _checks.multiple("hidden_size", self.hidden_size, SIZE_MULTIPLE)
         _checks.multiple("intermediate_size", self.intermediate_size, SIZE_MULTIPLE)
-        _checks.multiple("reserved_sms", self.reserved_sms, 2, "the kernel runs pairs of SMs")
         if self.num_logical_experts is not None:
             logical = _checks.integer("num_logical_experts", self.num_logical_experts, minimum=1)
             _checks.at_most(
@@ -200,30 +149,24 @@ class MoEConfig:
                 "every expert needs a physical slot",
             )
             object.__setattr__(self, "num_logical_experts", logical)
-        _checks.at_most("top_k", self.top_k, self.logical_experts, "num_logical_experts")
-
-    def _check_choices(self) -> None:
-        if not isinstance(self.activation, Activation):
-            raise TypeError(
-                _checks.message("activation", "an Activation or its name", repr(self.activation))
-            )
-        recipe, shared = self.recipe, self.shared_format
-        _checks.one_of(f"activation of {recipe.name}", self.activation.name, recipe.functions)
-        if shared is not None:
-            _checks.one_of(f"shared_format of {recipe.name}", shared, recipe.shared_formats)
+        recipe = self.recipe
+        if self.shared_format is not None:
+            name = f"shared_format of {recipe.name}"
+            _checks.one_of(name, self.shared_format, recipe.shared_formats)
         elif recipe.shared_formats:
             object.__setattr__(self, "shared_format", recipe.shared_formats[0])
-        # Which sources there are is the planners' to say; a config does not know them.
-        if not isinstance(self.kernel_source, str | None):
-            got = type(self.kernel_source).__name__
-            raise TypeError(_checks.message("kernel_source", "the name of a source, or None", got))
-        if not isinstance(self.fast_math, bool):
-            raise TypeError(_checks.message("fast_math", "a bool", repr(self.fast_math)))
+
+    def _set_formats(self) -> None:
+        """The name of a format into the format."""
+        if isinstance(self.weight_format, str):
+            _checks.one_of("weight_format", self.weight_format, WEIGHT_FORMATS)
+            object.__setattr__(self, "weight_format", WEIGHT_FORMATS[self.weight_format])
+        _check_format("weight_format", self.weight_format, WeightFormat)
 
     @property
     def recipe(self) -> Recipe:
-        """What the weight format and the activation format make together."""
-        return recipe_of(self.weight_format, self.activation_format)
+        """What the weight format makes with the activations that it usually meets."""
+        return recipe_of(self.weight_format)
 
     @property
     def logical_experts(self) -> int:
@@ -252,3 +195,99 @@ class MoEConfig:
                 )
             )
         return self.num_experts // num_ranks
+
+
+def _check_format(name: str, value: object, kind: Any) -> None:
+    if not isinstance(value, kind):
+        expected = "a format or the name of one"
+        raise TypeError(_checks.message(name, expected, type(value).__name__))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig(ExpertSpec):
+    """Sizes, format and activation of one MoE layer; the same on every rank.
+
+    Attributes:
+        num_experts, hidden_size, intermediate_size, num_shared_experts, num_logical_experts,
+            shared_format: see `ExpertSpec`.
+        top_k: experts a token names, 1 to num_logical_experts.
+        max_num_tokens: most tokens a rank passes in one call.
+        weight_format: a `WeightFormat`, its name, or the name of a `Recipe`, which stands for both
+            formats.
+        activation: an `Activation`, or the name of one with its default parameters.
+        kernel_source: forces a source of kernels, such as ``"sgl"`` or ``"vllm"``; None: the
+            preferred one that can. An unknown name is refused by the first call.
+        activation_format: an `ActivationFormat` or its name; None: the default of the weight
+            format. `recipe` is what the pair makes.
+        reserved_sms: streaming multiprocessors that the kernel leaves free for others (collectives
+            on another stream); an even number.
+        fast_math: the kernel's approximate exp and reciprocal.
+
+    Raises:
+        ValueError: a size out of range or off its multiple, an activation or shared precision that
+            the format does not have.
+        TypeError: a field of the wrong type.
+    """
+
+    top_k: int
+    max_num_tokens: int
+    activation: Activation = Activation("swiglu")
+    kernel_source: str | None = None
+    activation_format: ActivationFormat | None = None
+    reserved_sms: int = 0
+    fast_math: bool = True
+
+    def __post_init__(self) -> None:
+        for field in ("top_k", "max_num_tokens"):
+            object.__setattr__(self, field, _checks.integer(field, getattr(self, field), minimum=1))
+        reserved = _checks.integer("reserved_sms", self.reserved_sms)
+        object.__setattr__(self, "reserved_sms", reserved)
+        super().__post_init__()
+        _checks.multiple("reserved_sms", self.reserved_sms, 2, "the kernel runs pairs of SMs")
+        _checks.at_most("top_k", self.top_k, self.logical_experts, "num_logical_experts")
+        if isinstance(self.activation, str):
+            object.__setattr__(self, "activation", Activation(self.activation))
+        self._check_choices()
+
+    def _set_formats(self) -> None:
+        """Names into formats; the default activation format into None, however it was named."""
+        weights, activations = self.weight_format, self.activation_format
+        named: Recipe | None = None
+        if isinstance(weights, str):
+            _checks.one_of("weight_format", weights, [*{**WEIGHT_FORMATS, **RECIPES}])
+            # A name of both stands for the weights: their default recipe is the one of that name.
+            named = None if weights in WEIGHT_FORMATS else RECIPES[weights]
+            weights = WEIGHT_FORMATS[weights] if named is None else named.weights
+        if isinstance(activations, str):
+            _checks.one_of("activation_format", activations, ACTIVATION_FORMATS)
+            activations = ACTIVATION_FORMATS[activations]
+        if named is not None:
+            if activations not in (None, named.activations):
+                expected = f"None or {named.activations.name} for the recipe {named.name}"
+                raise ValueError(_checks.message("activation_format", expected, activations))
+            activations = named.activations
+        _check_format("weight_format", weights, WeightFormat)
+        _check_format("activation_format", activations, ActivationFormat | None)
+        if recipe_of(weights, activations) is recipe_of(weights):
+            activations = None
+        object.__setattr__(self, "weight_format", weights)
+        object.__setattr__(self, "activation_format", activations)
+
+    def _check_choices(self) -> None:
+        if not isinstance(self.activation, Activation):
+            raise TypeError(
+                _checks.message("activation", "an Activation or its name", repr(self.activation))
+            )
+        recipe = self.recipe
+        _checks.one_of(f"activation of {recipe.name}", self.activation.name, recipe.functions)
+        # Which sources there are is the planners' to say; a config does not know them.
+        if not isinstance(self.kernel_source, str | None):
+            got = type(self.kernel_source).__name__
+            raise TypeError(_checks.message("kernel_source", "the name of a source, or None", got))
+        if not isinstance(self.fast_math, bool):
+            raise TypeError(_checks.message("fast_math", "a bool", repr(self.fast_math)))
+
+    @property
+    def recipe(self) -> Recipe:
+        """What the weight format and the activation format make together."""
+        return recipe_of(self.weight_format, self.activation_format)

@@ -4,14 +4,17 @@
 
 Writes benchmarks/results/cells.md and the table between the marks in README.md. A cell is a
 format, an activation and the precision of a fused shared expert. It says ``run on H200`` where a
-result in benchmarks/results has it, ``launch checked`` with the number of golden records whose
-launch a call of `mega_moe` would make and the planners make equal, and else why it is refused.
+result in benchmarks/results has it, ``executed by the emulator`` with the calls and their largest
+error where tests/emulator/run_cells.py has one and none is wrong, ``launch checked`` with the
+number of golden records whose launch a call of `mega_moe` would make and the planners make equal,
+and else why it is refused.
 """
 
+import functools
 import json
 from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from golden_launches import LAUNCHES, read
 from golden_replay import config_of
@@ -50,6 +53,8 @@ SCALED = {
     "e4m3": ", E4M3 per 16, float32 per expert",
     "float32": ", float32 per 128 x 128",
 }
+
+EMULATED = ROOT / "benchmarks" / "results" / "emulated.json"
 
 SIZES = dict(
     num_experts=256, top_k=8, hidden_size=4096, intermediate_size=2048, max_num_tokens=4096
@@ -109,6 +114,24 @@ def hopper_source(recipe: mm.Recipe) -> str | None:
     return found[0].source if on_hopper else None
 
 
+@functools.cache
+def emulated() -> dict[tuple[Cell, str], str]:
+    """What the emulator showed, by cell and source."""
+    calls: dict[tuple[Cell, str], list[dict[str, Any]]] = {}
+    for record in json.loads(EMULATED.read_text()) if EMULATED.exists() else []:
+        cell = Cell(record["form"], record["activation"], record["shared"])
+        calls.setdefault((cell, record["source"]), []).append(record)
+    said = {}
+    for key, records in calls.items():
+        if any("wrong" in record for record in records):
+            said[key] = "wrong in the emulator"
+        else:
+            number, largest = len(records), max(record["error"] for record in records)
+            plural = "call" if number == 1 else "calls"
+            said[key] = f"executed by the emulator ({number} {plural}, error {largest:.0e})"
+    return said
+
+
 def status(cell: Cell, source: str, records: Counter[tuple[Cell, str]]) -> str:
     """What is known of a cell with a source's kernel."""
     sm90 = hopper_source(mm.RECIPES[cell.form]) is not None
@@ -125,9 +148,10 @@ def status(cell: Cell, source: str, records: Counter[tuple[Cell, str]]) -> str:
         return f"refused: {error}"
     number = records[cell, source]
     checked = f"launch checked ({number} records)" if number else "not run, no record"
+    shown = [emulated()[cell, source]] if (cell, source) in emulated() else []
     if cell.form == "fp8_block" and cell.activation in RUN_ON_H200:
-        return f"run on H200; {checked}"
-    return checked
+        shown.insert(0, "run on H200")
+    return "; ".join([*shown, checked])
 
 
 def table() -> dict[Cell, dict[str, str]]:
@@ -149,9 +173,13 @@ def page(statuses: dict[Cell, dict[str, str]]) -> str:
         "table.",
         "",
         "- *run on H200*: outputs compared on the GPU: " + "; ".join(results) + ".",
+        "- *executed by the emulator (n calls, error e)*: the kernel's PTX was carried out on a "
+        "CPU and the output compared with `reference`: [emulated.md](emulated.md), "
+        "[what that means](../../docs/emulator.md).",
         "- *launch checked (n records)*: the launch that a call makes equals n recorded from "
         "DeepGEMM's own host code: kernel, template arguments, grid, shared memory, tensor maps, "
-        "parameters ([tests/golden](../../tests/golden/README.md)). No SM100 kernel has run.",
+        "parameters ([tests/golden](../../tests/golden/README.md)). No SM100 kernel has run on a "
+        "GPU.",
         "- *refused*: what `check_supported` says, for "
         f"`{json.dumps(SIZES)}` on {NUM_RANKS} ranks of B200 (fp8_block: H200).",
         "",
@@ -188,7 +216,7 @@ def summary(statuses: dict[Cell, dict[str, str]]) -> str:
 def _summary(statuses: dict[Cell, dict[str, str]], source: str) -> str:
     """What a source's kernels run of one format: activations, then shared experts, by status."""
     said = []
-    for word in ("run on H200", "launch checked", "not run"):
+    for word in ("run on H200", "executed by the emulator", "launch checked", "not run"):
         names, shared = [], set()
         for cell, by_source in statuses.items():
             if by_source[source].startswith(word):

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import transformers_cases
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextModel
 from transformers_cases import CASES, RECORDS, Case
 
 _BIAS = "e_score_correction_bias"
@@ -127,10 +128,19 @@ def _torch(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
     return wide if array.dtype == np.float32 else wide.to(dtype)
 
 
-_ATTENTION: dict[str, dict[str, int]] = dict(
-    deepseek_v3=dict(
-        q_lora_rank=32, kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16
-    ),
+_LATENT = dict(
+    q_lora_rank=32, kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16
+)
+_LINEAR = dict(
+    head_dim=32,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+)
+_ATTENTION: dict[str, dict[str, Any]] = dict(
+    deepseek_v3=_LATENT,
+    deepseek_v32=_LATENT | dict(index_n_heads=2, index_head_dim=32),
     deepseek_v4=dict(
         num_key_value_heads=1,
         head_dim=32,
@@ -142,13 +152,13 @@ _ATTENTION: dict[str, dict[str, int]] = dict(
     ),
     gpt_oss=dict(head_dim=32),
     qwen3_moe=dict(head_dim=32),
-    qwen3_next=dict(
-        head_dim=32,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-    ),
+    qwen3_next=_LINEAR,
+    qwen3_5_moe=_LINEAR,
+    qwen4_exp=_LINEAR,
+    glm4_moe=dict(head_dim=32),
+    hunyuan_v1_moe=dict(head_dim=32),
+    llama4=dict(head_dim=32, pad_token_id=0),
+    minimax_m2=dict(head_dim=32),
 )
 """Small sizes of what is beside the MoE blocks, by folder of transformers' models."""
 
@@ -160,12 +170,16 @@ def save_model(case: Case, folder: Path) -> np.ndarray:
         float32 y [T, H] of the case's layer in float32, for the case's inputs.
     """
     sizes = dict(num_attention_heads=4, num_key_value_heads=4, vocab_size=64)
-    changes = sizes | _ATTENTION[case.block.split(".")[0]]
+    changes = sizes | _ATTENTION.get(case.block.split(".")[0], {})
     config = config_of(replace(case, hf_config=case.hf_config | changes))
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    if case.name == "qwen3_vl_moe":
+        model = Qwen3VLMoeTextModel(config).to(torch.bfloat16)
+    else:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
-    block = model.model.layers[case.layer_index].mlp.float().eval()
+    layer = getattr(model, "model", model).layers[case.layer_index]
+    block = getattr(layer, "feed_forward" if case.name == "llama4" else "mlp").float().eval()
     return _output(block, case, torch.float32)
 
 

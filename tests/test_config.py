@@ -297,3 +297,25 @@ def test_a_config_is_replaced_with_any_recipe(name: str) -> None:
 def test_formats_that_do_not_meet(fields: dict[str, Any], error: type, text: str) -> None:
     with pytest.raises(error, match=f"^{text}$"):
         mm.MoEConfig(**shapes.SMALL, **fields)
+
+
+def test_a_config_is_a_spec() -> None:
+    """What loading needs of it, with the same checks; a spec says nothing of calls."""
+    sizes = dict(num_experts=6, hidden_size=256, intermediate_size=128, num_logical_experts=4)
+    spec = mm.ExpertSpec(**sizes, weight_format="mxfp8", num_shared_experts=2)
+    config = mm.MoEConfig(
+        **sizes, weight_format="mxfp8", num_shared_experts=2, top_k=4, max_num_tokens=8
+    )
+    assert isinstance(config, mm.ExpertSpec) and spec != config
+    for name in ("logical_experts", "shared_size", "shared_format", "recipe", "weight_format"):
+        assert getattr(spec, name) == getattr(config, name)
+    assert spec.experts_per_rank(3) == 2
+    assert hash(spec) == hash(dataclasses.replace(spec))
+    with pytest.raises(ValueError, match="hidden_size: expected a multiple of 128, got 250"):
+        mm.ExpertSpec(**sizes | dict(hidden_size=250))
+    with pytest.raises(ValueError, match="num_logical_experts: expected at most num_experts = 6"):
+        mm.ExpertSpec(**sizes | dict(num_logical_experts=7))
+    with pytest.raises(TypeError, match="weight_format: expected a format or the name of one"):
+        mm.ExpertSpec(**sizes, weight_format=3)
+    with pytest.raises(TypeError, match="top_k"):
+        mm.ExpertSpec(**sizes, top_k=4)

@@ -66,9 +66,6 @@ EMULATED = {
 }
 """A kernel executed by the emulator (tests/emulator) against `reference`."""
 
-EMULATED_SGL_NVFP4 = Agreement(norm=0.12, token=0.3)
-"""sgl's NVFP4 kernel rounds the hidden value after the top-k weight, `reference` before it."""
-
 
 class Accuracy(NamedTuple):
     """The layer against exact arithmetic: plain SwiGLU, normal tokens and weights.
@@ -100,7 +97,7 @@ ACCURACY = {
     "mxfp4": Accuracy((0.043, 0.051), (0.18, 0.22), layer_gain=0.970),
     "mxfp4_block": Accuracy((0.043, 0.051), (0.18, 0.22), layer_gain=0.970),
     # As mxfp8 with weights as of nvfp4, rounded to E4M3 once more.
-    "nvfp4_block": Accuracy((0.043, 0.051), (0.15, 0.19), layer_gain=0.9866),
+    "nvfp4_block": Accuracy((0.043, 0.051), (0.15, 0.19), layer_gain=0.976),
     # E2M1 under an E4M3 scale has rms 0.095 and gain 0.9955: the largest of a block saturates where
     # its scale rounds down. Three such casts are activations, three more weights.
     "nvfp4": Accuracy((0.15, 0.18), (0.21, 0.25), gain=0.9866, layer_gain=0.973),
@@ -171,3 +168,8 @@ vary as much where another machine sums in another order (see `AGREEMENT`), and 
 LOGITS = 0.02
 """Relative error of a two-layer decoder's logits in bfloat16 against transformers': both round
 every sum of attention and experts to bfloat16, in another order."""
+
+EMULATED_SM90_SHARE = 2e-4
+"""Largest share of the SM90 mega kernel's output that may differ from an H200's on the emulator:
+3 of 67,584 values did, where the GPU's approximations (2 ulp) fell on the other side of a rounding.
+"""

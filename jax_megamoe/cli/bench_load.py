@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 from jax_megamoe import _checks
 from jax_megamoe.cli.measurements import Measurements
-from jax_megamoe.config import MoEConfig
+from jax_megamoe.config import ExpertSpec
 from jax_megamoe.formats import WEIGHT_FORMATS
 from jax_megamoe.weights.checkpoint.header import StoredTensor, read_header
 from jax_megamoe.weights.checkpoint.load import load_experts
@@ -157,14 +157,12 @@ def _measured(path: Path, shape: LoadShape, stored: str, target: str, repeats: i
     return LoadRow(stored, target, path.stat().st_size, read, load, plain)
 
 
-def load_config(shape: LoadShape, weight_format: str) -> MoEConfig:
-    """The layer that is loaded; parameters do not depend on its top_k and max_num_tokens."""
-    return MoEConfig(
+def load_config(shape: LoadShape, weight_format: str) -> ExpertSpec:
+    """The experts that are loaded."""
+    return ExpertSpec(
         num_experts=shape.num_experts,
-        top_k=1,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
-        max_num_tokens=1,
         weight_format=WEIGHT_FORMATS[weight_format],
     )
 
@@ -208,7 +206,7 @@ def _random_matrix(rng: np.random.Generator, stored: str, n: int, k: int) -> dic
     return dict(weight=pairs, weight_scale=scales, weight_scale_2=np.asarray(2**-14, np.float32))
 
 
-def numpy_load(path: Path, config: MoEConfig) -> dict[str, np.ndarray]:
+def numpy_load(path: Path, config: ExpertSpec) -> dict[str, np.ndarray]:
     """The layer's parameters by field, in plain NumPy: a tensor at a time into the parameter, then
     each parameter permuted as a whole; bf16 is cast to mxfp4 where the layer is.
 

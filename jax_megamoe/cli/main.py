@@ -248,10 +248,10 @@ def convert(parser: argparse.ArgumentParser) -> Run:
             **{name: value for name, value in fields.items() if value is not None},
         )
         for layer in done:
-            config = layer.config
+            spec = layer.spec
             sys.stdout.write(
-                f"{layer.path}: {config.weight_format.name}, {config.num_experts} experts of "
-                f"{config.hidden_size} x {config.intermediate_size}, "
+                f"{layer.path}: {spec.weight_format.name}, {spec.num_experts} experts of "
+                f"{spec.hidden_size} x {spec.intermediate_size}, "
                 f"{layer.path.stat().st_size / 1e6:.1f} MB\n"
             )
         return 0

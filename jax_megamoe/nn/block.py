@@ -16,6 +16,7 @@ from jax_megamoe import _checks
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.formats import WeightFormat
 from jax_megamoe.mesh import Axis, current_mesh, reshape_rows
+from jax_megamoe.nn import storage
 from jax_megamoe.nn.block_checks import (
     check_biases,
     check_block_sizes,
@@ -26,7 +27,6 @@ from jax_megamoe.nn.hf_config import Layers, block_spec, layers_of, read_hf_conf
 from jax_megamoe.nn.layer import MegaMoE
 from jax_megamoe.nn.router_layer import RouterLayer
 from jax_megamoe.nn.shared_expert import SharedExpert, log_unfused, unfused_reason
-from jax_megamoe.nn.storage import Storage, format_of_layer, shared_scheme, storage_of
 from jax_megamoe.nn.variables import replicated
 from jax_megamoe.nn.weighed_input import plus_shared, weighed
 from jax_megamoe.op.transforms import widened
@@ -121,7 +121,7 @@ class MegaMoEBlock(nnx.Module):
         fused = shared_size // config.intermediate_size if reason is None else 0
         self.config = config = replace(config, num_shared_experts=fused)
         self.layers: Layers | None = None
-        self.storage: Storage | None = None
+        self.storage: storage.Storage | None = None
         spread = current_mesh(axis) if mesh is None else mesh
         self.router = RouterLayer(router, self.hidden_size, mesh=spread, rngs=rngs)
         self.experts = MegaMoE(
@@ -172,8 +172,8 @@ class MegaMoEBlock(nnx.Module):
             axis: see there, as for token_axes.
             token_axes: see there.
             max_num_tokens: most tokens a rank passes in one call.
-            weight_format: of the experts; None: as the checkpoint stores them, see `select_format`.
-                Which layers the config excludes from quantisation is certain after `load` only.
+            weight_format: see `MoEConfig`; None: as the checkpoint stores the experts. Which layers
+                its config excludes from quantisation is certain after `load` only.
             implementation: see there.
             rngs: source of random parameters; None: the block has shapes alone, for `load`.
             **config: further fields of `MoEConfig`, such as num_experts for more physical than
@@ -188,7 +188,7 @@ class MegaMoEBlock(nnx.Module):
         raw = read_hf_config(hf_config)
         spec = block_spec(raw, layer_index)
         device = None if mesh is None else mesh.devices.flat[0]
-        form = format_of_layer(raw, spec.prefix, layer_index, device, weight_format)
+        form = weight_format or storage.format_of_layer(raw, spec.prefix, layer_index, device)
         hidden_size, intermediate_size = spec.padded_sizes
         logical = spec.router.num_experts
         sizes: dict[str, Any] = dict(
@@ -201,16 +201,17 @@ class MegaMoEBlock(nnx.Module):
             weight_format=form,
             activation=spec.activation,
         )
+        keep = weight_format is not None or spec.has_expert_biases
         make = partial(
             cls,
-            MoEConfig(**(sizes | config)),
+            storage.config_in_place(MoEConfig(**(sizes | config)), mesh, axis, keep),
             spec.router,
             stored_sizes=(spec.hidden_size, spec.intermediate_size),
             shared_size=spec.shared_size,
             has_shared_gate=spec.has_shared_gate,
             has_expert_biases=spec.has_expert_biases,
             shared_format=config.get("shared_format"),
-            shared_stored=shared_scheme(raw, spec.prefix, layer_index),
+            shared_stored=storage.shared_scheme(raw, spec.prefix, layer_index),
             mesh=mesh,
             axis=axis,
             token_axes=token_axes,
@@ -218,7 +219,7 @@ class MegaMoEBlock(nnx.Module):
         )
         block = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))) if rngs is None else make(rngs=rngs)
         block.layers = layers_of(raw)
-        block.storage = storage_of(raw, weight_format is None)
+        block.storage = storage.storage_of(raw, weight_format is None)
         return block
 
     @property
@@ -364,28 +365,29 @@ class MegaMoEBlock(nnx.Module):
         """The block in the formats that the experts and the shared one are stored in, of shapes
         alone; itself where those are its own, or were given.
         """
-        mesh, shared = self.experts.used_mesh, self.shared_expert
+        mesh, shared = concrete_mesh(self.experts.used_mesh), self.shared_expert
         form, own = self.config.weight_format, self.config.weight_format.name
         if self.storage is not None and self.storage.decides_format:
             scheme = tensors.stored_scheme(quantization_config, self.storage.quantization_config)
             if scheme != own and not (scheme == "fp8_block" and own == "mxfp8"):
-                device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else None
+                device = None if mesh is None else mesh.devices.flat[0]
                 form = format_of(scheme, device, f"{tensors.prefix}.experts")
         has_shared = shared is not None or self.config.num_shared_experts > 0
         stored = tensors.shared_scheme() if has_shared else None
         if form.name == own and stored == self.shared_stored:
             return self
+        biased = getattr(self.experts, "w13_bias") is not None
         make = partial(
             MegaMoEBlock,
-            replace(self.config, weight_format=form, num_shared_experts=0, shared_format=None),
+            storage.config_in_format(self.config, form, mesh, self.experts.axis, biased),
             self.router.settings,
             stored_sizes=self.stored_sizes,
             shared_size=self.config.shared_size if shared is None else shared.gate_proj.shape[0],
             has_shared_gate=shared is not None and shared.output_gate is not None,
-            has_expert_biases=getattr(self.experts, "w13_bias") is not None,
+            has_expert_biases=biased,
             shared_format=self.shared_format,
             shared_stored=stored,
-            mesh=mesh if isinstance(mesh, Mesh) else None,
+            mesh=mesh,
             axis=self.experts.axis,
             token_axes=self.experts.token_axes,
             implementation=self.experts.implementation,

@@ -1,12 +1,12 @@
 """Block quantisation: MXFP8, MXFP4, NVFP4 and block-scaled FP8, encode and decode, bit for bit as
 the kernels take them.
 
-Plain jnp in float32, the same bits eager and jitted on the CPU; on a GPU a division may be off by
-one unit in the last place, which only NVFP4 and float32 scales have. Every quantiser works along
-the last axis K, keeps the leading ones and returns `(values, scales)`. Finite input gives finite
-values and scales, and zero stays zero (E4M3 keeps its sign). A NaN stays in its block: E4M3 values
-hold it themselves, an E2M1 block, whose values cannot, gets the scale NaN. UE8M0 byte b is
-2^(b - 127), 255 is NaN.
+Plain jnp in float32. The bits are the same eager and jitted, on a CPU and on an H200
+(benchmarks/results/quantization_h200.json): `elements.divide` corrects the quotients that XLA's GPU
+backend approximates. Every quantiser works along the last axis K, keeps the leading axes and
+returns `(values, scales)`. Finite input gives finite values and scales, and zero stays zero (E4M3
+keeps its sign). A NaN stays in its block: E4M3 values hold the NaN themselves; E2M1 has no NaN, so
+the scale of its block becomes NaN. UE8M0 byte b is 2^(b - 127), 255 is NaN.
 
 Sources: OCP Microscaling Formats v1.0 for E2M1, E4M3 and UE8M0; vLLM and DeepGEMM for how a scale
 is chosen.
@@ -21,16 +21,13 @@ from jax_megamoe.numerics.elements import (
     E2M1_MAX,
     E4M3_MAX,
     block_amax,
-    decode_e2m1,
     decode_e2m1_pairs,
     divide,
     encode_e2m1,
     expand_scales,
-    float32_to_ue8m0,
     from_e4m3,
     nan_where,
     pack_e2m1,
-    pack_words,
     power_of_two_above,
     power_of_two_factors,
     scale_factors,
@@ -39,44 +36,7 @@ from jax_megamoe.numerics.elements import (
     to_e4m3,
     to_float32,
     ue8m0_bytes,
-    ue8m0_to_float32,
-    unpack_e2m1,
-    unpack_words,
 )
-
-__all__ = [
-    "E2M1_MAX",
-    "E4M3_MAX",
-    "NVFP4_BLOCK_FLOOR",
-    "NVFP4_MAX",
-    "decode_e2m1",
-    "dequantize_fp8_block",
-    "dequantize_mxfp4",
-    "dequantize_mxfp8",
-    "dequantize_nvfp4",
-    "dequantize_tokens_fp8_block",
-    "encode_e2m1",
-    "expand_scales",
-    "float32_to_ue8m0",
-    "nvfp4_global_scale",
-    "pack_e2m1",
-    "pack_words",
-    "quantize_fp8_block",
-    "quantize_fp8_rows",
-    "quantize_mxfp4",
-    "quantize_mxfp8",
-    "quantize_nvfp4",
-    "quantize_tokens_fp8_block",
-    "quantize_tokens_mxfp8",
-    "quantize_tokens_nvfp4",
-    "requantize_l2_fp8_block",
-    "requantize_l2_fp8_power",
-    "requantize_l2_mxfp8",
-    "requantize_l2_nvfp4",
-    "ue8m0_to_float32",
-    "unpack_e2m1",
-    "unpack_words",
-]
 
 NVFP4_MAX = E4M3_MAX * E2M1_MAX
 """Largest value of an NVFP4 block over its global scale: 2688."""

@@ -69,11 +69,12 @@ def mega_moe(  # noqa: PLR0913 (one keyword for each thing a call may need)
     A top-k weight of 0 does not mask an expert (0 times an overflowed hidden value is NaN, as in
     the kernels): use the id -1.
 
-    Derivatives: `xla` and `reference` have reverse-mode gradients for `x` and `topk_weights`, and
-    for what `shared_experts` closes over. They are straight-through: every rounding, to BF16 and to
-    a block format, counts as the identity, also where it saturates. Parameters are constants (float
-    ones get zeros). The backward pass quantises, exchanges and multiplies again, an expert at a
-    time; only the arguments are kept for it. `deep_gemm` has none and says so.
+    Derivatives: `xla`, `reference` and `grouped`, whose backward pass is `xla`'s, have reverse-mode
+    gradients for `x` and `topk_weights`, and for what `shared_experts` closes over. They are
+    straight-through: every rounding, to BF16 and to a block format, counts as the identity, also
+    where it saturates. Parameters are constants (float ones get zeros). The backward pass
+    quantises, exchanges and multiplies again, an expert at a time; only the arguments are kept for
+    it. `deep_gemm` has none and says so.
 
     `jax.vmap` over tokens, ids, top-k weights and masks makes one call with the rows of all
     elements, which together must not exceed max_num_tokens; over weights or `eplb`, or with

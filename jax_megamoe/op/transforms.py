@@ -138,7 +138,7 @@ def run(tokens: Tokens, parameters: Parameters, *, call: Call) -> Result:
     place = call.place
     if tokens.x.shape[0] == 0:
         zero = expert.varying_zero(tokens.x, parameters.weights.w13_weight).astype(jnp.int32)
-        counts = jnp.zeros_like(parameters.weights.w2_weight[:, 0, 0], jnp.int32) + zero
+        counts = jnp.zeros(parameters.weights.w13_weight.shape[:1], jnp.int32) + zero
         return tokens.x, counts if call.with_stats else None
     if place.axis is not None and not place.inside:
         mesh = place.mesh
@@ -165,7 +165,7 @@ def _differentiable(tokens: Tokens, parameters: Parameters, call: Call) -> Resul
 def _differentiable_fwd(
     tokens: Tokens, parameters: Parameters, call: Call
 ) -> tuple[Result, tuple[Tokens, Parameters]]:
-    if call.route is not None:
+    if isinstance(call.route, deep_gemm.Route):
         name = call.implementation
         expected = f"xla or reference where gradients are taken: {name} has none"
         hint = "pass implementation='xla'"

@@ -300,7 +300,7 @@ def _expert_fields(weights: ExpertWeights, e: Array, mlp: _Mlp) -> dict[str, Any
     routed, e = lax.optimization_barrier((routed, e))
     one = {name: array[e] for name, array in routed.items()}
     if mlp.stored_layout is not None:
-        one |= restored_fields(one, mlp.recipe.weights, mlp.stored_layout, mlp.layout)
+        one = restored_fields(one, mlp.recipe.weights, mlp.stored_layout, mlp.layout)
     bias = one.get("w13_bias")
     fields: dict[str, Any] = {
         "w13": _decode(one, "w13_weight", mlp),

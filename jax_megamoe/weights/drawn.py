@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jax_megamoe.config import MoEConfig
+from jax_megamoe.config import ExpertSpec
 from jax_megamoe.formats import INTERLEAVE_8, WEIGHT_FORMATS, WeightFormat
 from jax_megamoe.mesh import Axis, axis_names, has_explicit_axes
 from jax_megamoe.weights import layout as layouts
@@ -18,7 +18,7 @@ from jax_megamoe.weights.params import ExpertWeights, default_layout
 
 
 def random_experts(
-    config: MoEConfig,
+    config: ExpertSpec,
     key: Array,
     *,
     layout: str | None = None,
@@ -51,7 +51,7 @@ def random_experts(
 def _random_routed(
     key: Array,
     *,
-    config: MoEConfig,
+    config: ExpertSpec,
     layout: str,
     has_biases: bool,
     mesh: Mesh | AbstractMesh | None,
@@ -85,7 +85,7 @@ def _random_routed(
 
 @partial(jax.jit, static_argnames=("config", "mesh"))
 def _random_shared(
-    key: Array, *, config: MoEConfig, mesh: Mesh | AbstractMesh | None
+    key: Array, *, config: ExpertSpec, mesh: Mesh | AbstractMesh | None
 ) -> dict[str, Array]:
     form = WEIGHT_FORMATS[config.shared_format or ""]
     keys = jax.random.split(key, config.logical_experts + 1)[:1]

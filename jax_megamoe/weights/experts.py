@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Float32
 
 from jax_megamoe import _checks
-from jax_megamoe.config import MoEConfig
+from jax_megamoe.config import ExpertSpec
 from jax_megamoe.formats import GROUPED_LAYOUTS, WEIGHT_FORMATS, WeightFormat
 from jax_megamoe.numerics import quantization
 from jax_megamoe.numerics.elements import scale_factors
@@ -44,7 +44,7 @@ _FLOAT_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def quantize_experts(
-    config: MoEConfig,
+    config: ExpertSpec,
     gate: Float[Array, "experts inter hidden"],
     up: Float[Array, "experts inter hidden"],
     down: Float[Array, "experts hidden inter"],
@@ -109,7 +109,7 @@ def counted(what: str, fields: dict[str, Array]) -> dict[str, Array]:
     return fields
 
 
-def _num_experts(config: MoEConfig, gate: Array) -> int:
+def _num_experts(config: ExpertSpec, gate: Array) -> int:
     experts = gate.shape[0] if getattr(gate, "ndim", 0) == 3 else config.logical_experts
     return config.num_experts if experts == config.num_experts else config.logical_experts
 
@@ -138,7 +138,7 @@ def _input_scales(scales: Array | None, experts: int) -> Array:
 
 
 def _bias_fields(
-    config: MoEConfig, biases: Matrices, experts: int, layout: str
+    config: ExpertSpec, biases: Matrices, experts: int, layout: str
 ) -> dict[str, Array]:
     sizes = (config.intermediate_size, config.intermediate_size, config.hidden_size)
     for name, bias, size in zip(("gate bias", "up bias", "down bias"), biases, sizes, strict=True):
@@ -150,7 +150,7 @@ def _bias_fields(
     return dict(w13_bias=layouts.split_rows(rows, layout, axis=-1), w2_bias=down)
 
 
-def _shared_fields(config: MoEConfig, shared: Matrices) -> dict[str, Array]:
+def _shared_fields(config: ExpertSpec, shared: Matrices) -> dict[str, Array]:
     name = config.weight_format.name
     hint = "pass the shared expert to mega_moe as a function instead"
     if config.shared_format is None:
@@ -262,7 +262,7 @@ def stored_matrix(
     return values.astype(jnp.bfloat16)
 
 
-def dequantize_experts(config: MoEConfig, weights: ExpertWeights) -> Matrices:
+def dequantize_experts(config: ExpertSpec, weights: ExpertWeights) -> Matrices:
     """The float32 matrices that the weights stand for, the inverse of `quantize_experts`.
 
     Args:
@@ -299,7 +299,7 @@ def dequantize_biases(weights: ExpertWeights) -> dict[str, Array]:
     return dict(gate_bias=gate, up_bias=up, down_bias=weights.w2_bias)
 
 
-def dequantize_shared(config: MoEConfig, weights: ExpertWeights) -> Matrices:
+def dequantize_shared(config: ExpertSpec, weights: ExpertWeights) -> Matrices:
     """The float32 gate [S, H], up [S, H] and down [H, S] of the fused shared expert.
 
     Raises:

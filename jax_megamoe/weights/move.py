@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int32, Shaped
 
 from jax_megamoe import _checks
-from jax_megamoe.config import MoEConfig
+from jax_megamoe.config import ExpertSpec
 from jax_megamoe.mesh import axis_names
 from jax_megamoe.weights.checkpoint.buffers import place
 from jax_megamoe.weights.params import ExpertWeights, check_weights
@@ -78,7 +78,7 @@ def plan_moves(old: np.ndarray, new: np.ndarray, num_ranks: int) -> Moves:
 
 
 def move_experts(
-    config: MoEConfig,
+    config: ExpertSpec,
     weights: ExpertWeights,
     old: np.ndarray,
     new: np.ndarray,

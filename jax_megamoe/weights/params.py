@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jax_megamoe import _checks
-from jax_megamoe.config import MoEConfig
+from jax_megamoe.config import ExpertSpec, MoEConfig
 from jax_megamoe.formats import (
     GROUPED_LAYOUTS,
     INTERLEAVE_8,
@@ -129,25 +129,29 @@ jax.tree_util.register_dataclass(
 )
 
 
-def default_layout(config: MoEConfig) -> str:
+def default_layout(config: ExpertSpec) -> str:
     """The layout that the config's kernels read: w13's row order, and whether scales lie among the
     codes; the preferred kernel's where they differ.
 
     NVFP4's do: sgl's unless another is named, or a fused shared expert or an activation is asked
-    for that only vllm's has.
+    for that only vllm's has. Where no activation and no source is named, a fused shared expert
+    decides alone: it is always in interleave8, and the kernels that fuse it read all experts so.
     """
+    if not isinstance(config, MoEConfig):
+        orders = families.layouts(config.recipe)
+        return orders[0] if orders and not config.num_shared_experts else INTERLEAVE_8
     family = families.default_family(config)
     return INTERLEAVE_8 if family is None else family.w13_layout
 
 
-def known_layouts(config: MoEConfig) -> tuple[str, ...]:
+def known_layouts(config: ExpertSpec) -> tuple[str, ...]:
     """Layouts that parameters of the config may have, the kernels' own first."""
     layouts = families.layouts(config.recipe) or (INTERLEAVE_8,)
     form = config.weight_format.name
     return layouts + tuple(name for name, forms in GROUPED_LAYOUTS.items() if form in forms)
 
 
-def layout_of(config: MoEConfig, arrays: Mapping[str, Any]) -> str:
+def layout_of(config: ExpertSpec, arrays: Mapping[str, Any]) -> str:
     """The layout of a layer's arrays, by their shapes and dtypes: each layout has its own.
 
     Args:
@@ -193,7 +197,7 @@ def recipe_for(config: MoEConfig, weights: ExpertWeights) -> Recipe:
 
 
 def parameter_shapes(
-    config: MoEConfig,
+    config: ExpertSpec,
     num_experts: int | None = None,
     layout: str | None = None,
     *,
@@ -256,7 +260,7 @@ def _matrix(
 
 
 def check_weights(
-    config: MoEConfig, weights: ExpertWeights, num_experts: int | None = None
+    config: ExpertSpec, weights: ExpertWeights, num_experts: int | None = None
 ) -> None:
     """Checks that `weights` are this config's parameters.
 

@@ -249,10 +249,11 @@ def _relaid_names(form: WeightFormat) -> set[str]:
 def restored_fields(
     expert: dict[str, Array], form: WeightFormat, old: str, new: str = INTERLEAVE_8
 ) -> dict[str, Array]:
-    """One expert's fields of a grouped layout as a mega kernel's."""
+    """One expert's fields of a grouped layout as a mega kernel's; other fields stay as they are."""
     hidden = expert["w13_weight_scale"].shape[-2] * form.weight.block[1]
     inter = expert["w2_weight_scale"].shape[-2] * form.weight.block[1]
-    fields: dict[str, Array] = {}
+    changed = _relaid_names(form)
+    fields = {name: array for name, array in expert.items() if name not in changed}
     for name, n in zip(_ROUTED, (2 * inter, hidden), strict=True):
         weight, scale = restore(name, expert, form, old, n)
         w13 = name == "w13_weight"

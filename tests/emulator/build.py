@@ -14,7 +14,7 @@ from jax_megamoe.compile.cache import cache_folder
 
 INTERPRETER = Path(__file__).parent / "interpreter"
 ROOT = Path(__file__).parents[2]
-_FLAGS = [
+FLAGS = [
     "-std=c++20", "-O2", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC",
     f"-I{ROOT}",
 ]  # fmt: skip
@@ -31,20 +31,28 @@ def folder() -> Path:
     return path
 
 
-def _sources() -> list[Path]:
+def find_compiler() -> str | None:
+    """$CXX, else g++ or clang++ if they are on PATH."""
+    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+
+
+def sources() -> list[Path]:
+    """The interpreter's translation units."""
     return sorted([*INTERPRETER.glob("*.cc"), *INTERPRETER.glob("instructions/*.cc")])
 
 
 def library_path() -> Path:
-    """The library, built if these sources were not built before.
+    """The library, built if these sources were not built before; or $EMULATOR_LIBRARY.
 
     Raises:
         NoCompiler: neither $CXX nor g++ nor clang++ is there.
     """
-    texts = [*_sources(), *sorted(INTERPRETER.glob("*.h")), INTERPRETER / "opcodes.def"]
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if named := os.environ.get("EMULATOR_LIBRARY"):
+        return Path(named)
+    texts = [*sources(), *sorted(INTERPRETER.glob("*.h")), INTERPRETER / "opcodes.def"]
+    compiler = find_compiler()
     content = b"".join(path.read_bytes() for path in texts)
-    key = hashlib.sha256(content + repr((compiler, _FLAGS)).encode()).hexdigest()[:16]
+    key = hashlib.sha256(content + repr((compiler, FLAGS)).encode()).hexdigest()[:16]
     path = folder() / f"libcuda-{key}.so"
     if path.exists():
         return path
@@ -62,8 +70,8 @@ def _build(compiler: str, path: Path) -> None:
     work.mkdir()
     try:
         commands = [
-            (compiler, *_FLAGS, "-c", str(source), "-o", str(work / f"{i}.o"))
-            for i, source in enumerate(_sources())
+            (compiler, *FLAGS, "-c", str(source), "-o", str(work / f"{i}.o"))
+            for i, source in enumerate(sources())
         ]
         running: list[subprocess.Popen[bytes]] = []
         for command in commands:

@@ -22,7 +22,7 @@ from emulator.planned import GARBAGE
 from emulator.toolchain import ptx_of
 from jax_megamoe import compile as compiler
 from jax_megamoe import symmetric_memory
-from jax_megamoe.launch import deep_gemm
+from jax_megamoe.launch import deep_gemm, grouped, runnable
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.symmetric_buffer import SIGNAL_BYTES
 from jax_megamoe.runtime import extension
@@ -46,7 +46,8 @@ class EmulatingDriver:
         self._machine = ctypes.c_void_p(self._lib.emulator_driver_machine())
         extension.module().set_cubin_provider(self._cubin)
         extension.register_cpu()
-        deep_gemm.device_spec = self._device_spec
+        for module in (deep_gemm, grouped, runnable):
+            module.spec_of = self._device_spec
         compiler.build = lambda spec: b""
         symmetric_memory.allocate = self._allocate
         symmetric_memory.keys = lambda start="": [k for k in self.buffers if k.startswith(start)]

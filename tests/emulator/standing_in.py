@@ -22,7 +22,7 @@ import numpy as np
 from emulator import planned
 from jax_megamoe import compile as compiler
 from jax_megamoe import symmetric_memory
-from jax_megamoe.launch import launcher
+from jax_megamoe.launch import deep_gemm, grouped, launcher, runnable
 from jax_megamoe.mesh import vary, varying_axes
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.launch import LaunchPlan
@@ -50,7 +50,7 @@ class StandIn:
         self.captured: dict[int, Captured] = {}
         self.last: planned.Run | None = None
 
-    def device_spec(self, _: Any, reserved_sms: int = 0) -> DeviceSpec:
+    def spec_of(self, _: Any, reserved_sms: int = 0) -> DeviceSpec:
         """In place of the product's own: what every CPU device stands for."""
         left = self.device.num_sms - reserved_sms
         return dataclasses.replace(self.device, num_sms=left, reserved_sms=reserved_sms)
@@ -124,16 +124,8 @@ def standing_in(device: DeviceSpec) -> Iterator[StandIn]:
             (compiler, "build", lambda spec: b""),
             (symmetric_memory, "allocate", lambda *_, **__: None),
             (symmetric_memory, "keys", lambda start="": [start]),
+            *((owner, "spec_of", stand_in.spec_of) for owner in (deep_gemm, grouped, runnable)),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
-        for owner in _users_of_device_spec():
-            stack.enter_context(mock.patch.object(owner, "device_spec", stand_in.device_spec))
         yield stand_in
     jax.clear_caches()
-
-
-def _users_of_device_spec() -> list[Any]:
-    """Modules of the launch that ask what a device is."""
-    from jax_megamoe.launch import deep_gemm  # noqa: PLC0415
-
-    return [deep_gemm]

@@ -191,7 +191,7 @@ def test_convert_follows_the_checkpoint(tmp_path: Path) -> None:
         [layer] = mm.convert_checkpoint(
             folder, tmp_path / "made", prefix=f"{prefix}.experts", progress=False
         )
-        assert layer.config.weight_format is mm.BF16
+        assert layer.spec.weight_format is mm.BF16
 
 
 def test_stacks_in_the_order_of_the_family(tmp_path: Path) -> None:

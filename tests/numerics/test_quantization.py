@@ -9,9 +9,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import scale_pages
+from e2m1 import decode_e2m1, unpack_e2m1
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jax_megamoe.numerics import elements
 from jax_megamoe.numerics import quantization as q
 from jax_megamoe.numerics.elements import to_e4m3
 
@@ -35,7 +37,7 @@ def test_casts_are_the_recorded_ones(name, wrap):
     golden.assert_recorded("casts", f"{name}_q", values)
     if scales.dtype != jnp.float32:
         missing = -scales.shape[-1] % 4  # the record pads a word with scales of 1
-        scales = q.pack_words(jnp.pad(scales, ((0, 0), (0, missing)), constant_values=127))
+        scales = elements.pack_words(jnp.pad(scales, ((0, 0), (0, missing)), constant_values=127))
     golden.assert_recorded("casts", f"{name}_sf", scales)
 
 
@@ -45,7 +47,7 @@ def test_nvfp4_with_a_block_floor_is_vllms_cast(wrap, reciprocal):
     cast = wrap(lambda x: q.quantize_nvfp4(x, jnp.float32(1), reciprocal=reciprocal))
     values, scales = cast(golden.bfloat16("casts", "cast_in_256"))
     golden.assert_recorded("casts", "nvfp4_256_q_vllm", values)
-    golden.assert_recorded("casts", "nvfp4_256_sf_vllm", q.pack_words(scales))
+    golden.assert_recorded("casts", "nvfp4_256_sf_vllm", elements.pack_words(scales))
 
 
 @EAGER_AND_JIT
@@ -54,7 +56,7 @@ def test_mxfp8_tokens_are_the_recorded_ones(wrap):
         x = golden.bfloat16("staging", f"{name}_x")
         values, exponents = wrap(q.quantize_tokens_mxfp8)(x)
         golden.assert_recorded("staging", f"{name}_mxfp8_x", values)
-        golden.assert_recorded("staging", f"{name}_mxfp8_x_sf", q.pack_words(exponents))
+        golden.assert_recorded("staging", f"{name}_mxfp8_x_sf", elements.pack_words(exponents))
 
 
 @EAGER_AND_JIT
@@ -62,22 +64,22 @@ def test_fp4_tokens_are_the_recorded_ones(wrap):
     x = golden.bfloat16("staging", "stage_256_x")
     values, scales, token_scale = wrap(q.quantize_tokens_nvfp4)(x)
     golden.assert_recorded("staging", "stage_256_nvfp4_x", values)
-    golden.assert_recorded("staging", "stage_256_nvfp4_x_sf", q.pack_words(scales))
+    golden.assert_recorded("staging", "stage_256_nvfp4_x_sf", elements.pack_words(scales))
     golden.assert_recorded("staging", "stage_256_nvfp4_x_scales", token_scale)
     sgl = wrap(lambda x: q.quantize_tokens_nvfp4(x, floors_scales=False))
     values, scales, token_scale = sgl(x)
     golden.assert_recorded("staging", "stage_256_sgl_nvfp4_x", values)
-    golden.assert_recorded("staging", "stage_256_sgl_nvfp4_x_sf", q.pack_words(scales))
+    golden.assert_recorded("staging", "stage_256_sgl_nvfp4_x_sf", elements.pack_words(scales))
     golden.assert_recorded("staging", "stage_256_sgl_nvfp4_x_scales", token_scale)
     values, exponents = wrap(q.quantize_mxfp4)(x)
     golden.assert_recorded("staging", "stage_256_sgl_mxf4_x", values)
-    golden.assert_recorded("staging", "stage_256_sgl_mxf4_x_sf", q.pack_words(exponents))
+    golden.assert_recorded("staging", "stage_256_sgl_mxf4_x_sf", elements.pack_words(exponents))
 
 
 @EAGER_AND_JIT
 @pytest.mark.parametrize("block_m", [16, 64, 192, 240])
 def test_shared_scale_pages_are_the_recorded_ones(block_m, wrap):
-    exponents = q.unpack_words(golden.arrays("staging")["stage_256_mxfp8_x_sf"])
+    exponents = elements.unpack_words(golden.arrays("staging")["stage_256_mxfp8_x_sf"])
     pages = wrap(lambda s: scale_pages.shared_scale_pages(s, block_m))(exponents)
     golden.assert_recorded("staging", f"stage_256_shared_sf_bm{block_m}", pages.T)
 
@@ -214,15 +216,20 @@ def test_a_scale_doubles_just_above_448_times_a_power_of_two(wrap):
 def test_e2m1_encodes_every_bf16_as_the_nearest():
     every = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16)
     finite = every[every.view(np.uint16) & 0x7FFF < 0x7F80]
-    codes = q.encode_e2m1(finite)
-    golden.assert_same(q.pack_e2m1(codes), nearest_e2m1(finite.astype(np.float32)))
-    decoded = q.decode_e2m1(np.arange(16, dtype=np.uint8))
+    codes = elements.encode_e2m1(finite)
+    golden.assert_same(elements.pack_e2m1(codes), nearest_e2m1(finite.astype(np.float32)))
+    decoded = decode_e2m1(np.arange(16, dtype=np.uint8))
     want = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
     golden.assert_same(decoded, want)
-    assert q.encode_e2m1(jnp.float32([np.nan, np.inf, -np.inf, -0.0])).tolist() == [0, 7, 15, 0]
+    assert elements.encode_e2m1(jnp.float32([np.nan, np.inf, -np.inf, -0.0])).tolist() == [
+        0,
+        7,
+        15,
+        0,
+    ]
     packed = np.arange(256, dtype=np.uint8)
-    golden.assert_same(q.pack_e2m1(q.unpack_e2m1(packed)), packed)
-    assert q.unpack_e2m1(np.uint8([0x21])).tolist() == [1, 2]
+    golden.assert_same(elements.pack_e2m1(unpack_e2m1(packed)), packed)
+    assert unpack_e2m1(np.uint8([0x21])).tolist() == [1, 2]
 
 
 @EAGER_AND_JIT
@@ -236,15 +243,15 @@ def test_e4m3_rounds_as_ml_dtypes_does(wrap):
 
 def test_ue8m0_bytes_are_powers_of_two():
     every = np.arange(256, dtype=np.uint8)
-    numbers = np.asarray(q.ue8m0_to_float32(every))
+    numbers = np.asarray(elements.ue8m0_to_float32(every))
     want = every.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
     golden.assert_same(numbers[:255], want[:255])
     assert np.isnan(numbers[255])
     assert numbers[120] == 2.0**-7
-    golden.assert_same(q.ue8m0_to_float32(every.view(ml_dtypes.float8_e8m0fnu)), numbers)
-    golden.assert_same(q.float32_to_ue8m0(numbers), every)
+    golden.assert_same(elements.ue8m0_to_float32(every.view(ml_dtypes.float8_e8m0fnu)), numbers)
+    golden.assert_same(elements.float32_to_ue8m0(numbers), every)
     others = np.float32([0, -1, 3, np.inf, -np.inf, 2.0**-149, -0.0, 2.0**-126 * 0.75])
-    assert q.float32_to_ue8m0(others).tolist() == [255] * len(others)
+    assert elements.float32_to_ue8m0(others).tolist() == [255] * len(others)
 
 
 @EAGER_AND_JIT
@@ -440,8 +447,8 @@ def test_wrong_arguments_are_named():
     with pytest.raises(TypeError, match="packed: expected dtype uint8, got float8_e4m3fn"):
         q.dequantize_mxfp4(values, exponents)
     with pytest.raises(TypeError, match="scales: expected dtype float32, got int32"):
-        q.float32_to_ue8m0(jnp.ones(3, jnp.int32))
+        elements.float32_to_ue8m0(jnp.ones(3, jnp.int32))
     with pytest.raises(TypeError, match="codes: expected dtype uint8, got int32"):
-        q.decode_e2m1(jnp.ones(2, jnp.int32))
+        elements.pack_e2m1(jnp.ones(2, jnp.int32))
     with pytest.raises(ValueError, match="last axis of codes: expected a multiple of 2, got 3"):
-        q.pack_e2m1(jnp.ones(3, jnp.uint8))
+        elements.pack_e2m1(jnp.ones(3, jnp.uint8))

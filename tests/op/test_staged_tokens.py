@@ -11,7 +11,7 @@ import pytest
 import scale_pages
 
 import jax_megamoe as mm
-from jax_megamoe.numerics import quantization
+from jax_megamoe.numerics import elements
 from jax_megamoe.numerics.tokens import quantize_tokens
 from jax_megamoe.op.staged_tokens import StagedTokens, physical_routing, stage
 
@@ -45,7 +45,7 @@ def stage_recorded(form: str, wrap: Any, **changes: Any) -> StagedTokens:
 
 
 def words(scales: Any) -> Any:
-    return quantization.pack_words(scales)
+    return elements.pack_words(scales)
 
 
 @EAGER_AND_JIT

@@ -6,8 +6,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from e2m1 import decode_e2m1, unpack_e2m1
 
 from jax_megamoe.formats import WEIGHT_FORMATS
+from jax_megamoe.numerics import elements
 from jax_megamoe.numerics import quantization as q
 from jax_megamoe.numerics.elements import expand_scales
 from jax_megamoe.weights.requantize import SourceMatrix, quantize_matrix, requantize
@@ -96,12 +98,12 @@ def source_values(source):
         return weight.astype(np.float32)
     if source.global_scale is not None:
         return np.asarray(q.dequantize_nvfp4(weight, scale, source.global_scale))
-    number = scale if scale.dtype == np.float32 else np.asarray(q.ue8m0_to_float32(scale))
+    number = scale if scale.dtype == np.float32 else np.asarray(elements.ue8m0_to_float32(scale))
     if weight.dtype == np.uint8:
-        elements = np.asarray(q.decode_e2m1(q.unpack_e2m1(weight)))
+        values = decode_e2m1(unpack_e2m1(weight))
     else:
-        elements = weight.astype(np.float32)
-    return elements * expand_scales("w", number, elements.shape)
+        values = weight.astype(np.float32)
+    return values * expand_scales("w", number, values.shape)
 
 
 @pytest.mark.parametrize("target", WEIGHT_FORMATS)

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from jax_megamoe import _checks
-from jax_megamoe.config import MoEConfig, padded_size
+from jax_megamoe.config import ExpertSpec, padded_size
 from jax_megamoe.formats import BF16
 from jax_megamoe.weights.checkpoint.dialects import SHARED_NAMES
 from jax_megamoe.weights.checkpoint.load import Pairs, load_experts
@@ -116,12 +116,10 @@ class BlockTensors:
         pairs = {
             f"{prefix}.0.{name.partition('.')[2]}": self._tensor(name).read() for name in names
         }
-        config = MoEConfig(
+        config = ExpertSpec(
             num_experts=1,
-            top_k=1,
             hidden_size=padded_size(hidden_size),
             intermediate_size=padded_size(intermediate_size),
-            max_num_tokens=1,
             weight_format=BF16,
         )
         sizes = (hidden_size, intermediate_size)

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jax_megamoe import _checks
 from jax_megamoe._files import aligned
-from jax_megamoe.config import MoEConfig
+from jax_megamoe.config import ExpertSpec
 from jax_megamoe.mesh import axis_names
 from jax_megamoe.weights import layout as layouts
 from jax_megamoe.weights.checkpoint.dialects import SHARED
@@ -89,7 +89,7 @@ class Placement:
 
 
 def place(
-    config: MoEConfig,
+    config: ExpertSpec,
     mesh: Mesh | None,
     axis: str | tuple[str, ...] | None,
     physical_to_logical: np.ndarray | None = None,
@@ -148,7 +148,7 @@ class ParameterBuffers:
 
     def __init__(
         self,
-        config: MoEConfig,
+        config: ExpertSpec,
         placement: Placement,
         layout: str,
         initial: ExpertWeights | None = None,

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from jax_megamoe import _checks
 from jax_megamoe._files import is_same_file
-from jax_megamoe.config import MoEConfig, padded_size
-from jax_megamoe.formats import as_weight_format
+from jax_megamoe.config import ExpertSpec, padded_size
+from jax_megamoe.plan import families
 from jax_megamoe.weights.checkpoint.converted import save_experts
 from jax_megamoe.weights.checkpoint.dialects import MAX_EXPERTS, Dialect, Role
 from jax_megamoe.weights.checkpoint.families import GateUpOrder
@@ -17,14 +17,15 @@ from jax_megamoe.weights.checkpoint.load import load_experts
 from jax_megamoe.weights.checkpoint.projection import PACKED, Piece
 from jax_megamoe.weights.checkpoint.select import format_of, layer_scheme, read_quantization_config
 from jax_megamoe.weights.checkpoint.tensors import Checkpoint
+from jax_megamoe.weights.params import default_layout
 
 
 class ConvertedLayer(NamedTuple):
-    """One layer on disk: its prefix in the checkpoint, its file, and the config it is for."""
+    """One layer on disk: its prefix in the checkpoint, its file, and what is in it."""
 
     prefix: str
     path: Path
-    config: MoEConfig
+    spec: ExpertSpec
 
 
 class StoredSizes(NamedTuple):
@@ -41,6 +42,7 @@ def convert_checkpoint(
     *,
     prefix: str,
     gate_up_order: GateUpOrder | None = None,
+    kernel_source: str | None = None,
     progress: bool = True,
     **fields: Any,
 ) -> list[ConvertedLayer]:
@@ -54,10 +56,12 @@ def convert_checkpoint(
         prefix: of the experts' names; a ``*`` in it stands for any number, as in
             ``model.layers.*.mlp.experts``.
         gate_up_order: see `load_experts`.
+        kernel_source: the source whose kernels will run them: it decides the order of NVFP4 rows;
+            None: the preferred one.
         progress: whether to show a bar for each layer.
-        fields: of the layers' `MoEConfig`, such as num_shared_experts or kernel_source. What is not
-            given comes from the checkpoint: the experts; hidden and intermediate size rounded up to
-            a multiple of 128; the format, as `select_format` says.
+        fields: of the layers' `ExpertSpec`, such as num_shared_experts. What is not given comes
+            from the checkpoint: the experts; hidden and intermediate size rounded up to a multiple
+            of 128; the format, as `select_format` says.
 
     Raises:
         ValueError: an output that is a file of the checkpoint or in its folder; a prefix that no
@@ -72,19 +76,33 @@ def convert_checkpoint(
     _check_outputs(source, paths.values())
     done: list[ConvertedLayer] = []
     for layer, path in paths.items():
-        config, sizes = stored_layer(source, layer, **fields)
+        spec, sizes = stored_layer(source, layer, **fields)
         weights = load_experts(
-            config,
+            spec,
             checkpoint,
             prefix=layer,
             gate_up_order=gate_up_order,
             stored_sizes=(sizes.hidden_size, sizes.intermediate_size),
             progress=progress,
+            layout=_layout_of(spec, kernel_source),
         )
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_experts(path, config, weights)
-        done.append(ConvertedLayer(layer, path, config))
+        save_experts(path, spec, weights)
+        done.append(ConvertedLayer(layer, path, spec))
     return done
+
+
+def _layout_of(spec: ExpertSpec, kernel_source: str | None) -> str:
+    """The row order of w13 that a source's kernels read.
+
+    Raises:
+        ValueError: an unknown source, or one without kernels for the format.
+    """
+    if kernel_source is None:
+        return default_layout(spec)
+    able = {family.source: family for family in families.of_recipe(spec.recipe)}
+    _checks.one_of(f"kernel_source of {spec.weight_format.name}", kernel_source, able)
+    return able[kernel_source].w13_layout
 
 
 def _check_outputs(source: Checkpoint, outputs: Iterable[Path]) -> None:
@@ -120,42 +138,37 @@ def layer_prefixes(names: Iterable[str], pattern: str) -> list[str]:
     return sorted(found, key=found.__getitem__)
 
 
-def stored_layer(source: Checkpoint, prefix: str, **fields: Any) -> tuple[MoEConfig, StoredSizes]:
-    """The config that a stored layer's parameters have, and its sizes as stored.
-
-    Only headers are read. top_k and max_num_tokens, which parameters do not depend on, are 1.
+def stored_layer(source: Checkpoint, prefix: str, **fields: Any) -> tuple[ExpertSpec, StoredSizes]:
+    """What a stored layer's parameters are, and its sizes as stored. Only headers are read.
 
     Args:
         source: the checkpoint.
         prefix: of the experts' names.
-        fields: of the config, in place of what the checkpoint says.
+        fields: of the spec, in place of what the checkpoint says.
 
     Raises:
         ValueError: sizes that do not go together.
         NotImplementedError: a scheme that does not run.
     """
     sizes = stored_sizes(source, prefix)
-    if fields.get("weight_format") is None:
+    form = fields.get("weight_format")
+    if form is None:
         quantization = read_quantization_config(source.path)
         scheme = layer_scheme(quantization, prefix, source.files, source.tensor)
         form = format_of(scheme, prefix=prefix)
-    else:
-        form = as_weight_format(fields["weight_format"])
     made: dict[str, Any] = dict(
         num_experts=sizes.num_experts,
         num_logical_experts=sizes.num_experts,
         hidden_size=padded_size(sizes.hidden_size),
         intermediate_size=padded_size(sizes.intermediate_size),
-        top_k=1,
-        max_num_tokens=1,
     )
     made |= {**fields, "weight_format": form}
-    config = MoEConfig(**made)
+    spec = ExpertSpec(**made)
     for field in ("hidden_size", "intermediate_size"):
-        stored, size = getattr(sizes, field), getattr(config, field)
+        stored, size = getattr(sizes, field), getattr(spec, field)
         if size < stored:
             raise ValueError(_checks.message(field, f"at least the stored {stored}", size))
-    return config, sizes
+    return spec, sizes
 
 
 def stored_sizes(source: Checkpoint, prefix: str) -> StoredSizes:

@@ -21,7 +21,8 @@ from jax.sharding import Mesh
 
 from jax_megamoe import _checks
 from jax_megamoe._files import replaced
-from jax_megamoe.config import MoEConfig
+from jax_megamoe.config import ExpertSpec, MoEConfig
+from jax_megamoe.plan import families
 from jax_megamoe.weights.checkpoint.buffers import Placement, place
 from jax_megamoe.weights.checkpoint.header import DTYPES, StoredTensor, read_header
 from jax_megamoe.weights.layout import SGL_TILE, join_rows, split_rows
@@ -41,7 +42,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _SIZES = ("num_experts", "hidden_size", "intermediate_size", "num_shared_experts")
 
 
-def save_experts(path: str | Path, config: MoEConfig, weights: ExpertWeights) -> None:
+def save_experts(path: str | Path, config: ExpertSpec, weights: ExpertWeights) -> None:
     """Writes parameters as they are to `path`, one array after another.
 
     The file appears whole, at the end, in place of an existing one; after an error that is as it
@@ -73,7 +74,7 @@ def save_experts(path: str | Path, config: MoEConfig, weights: ExpertWeights) ->
 
 def load_converted(
     path: str | Path,
-    config: MoEConfig,
+    config: ExpertSpec,
     *,
     mesh: Mesh | None = None,
     axis: str | tuple[str, ...] | None = None,
@@ -82,7 +83,8 @@ def load_converted(
 
     Args:
         path: the file, which may be replaced or removed once this returns.
-        config: the layer, of the format, layout and sizes in the file.
+        config: the layer, of the format, layout and sizes in the file; of an `ExpertSpec`, which
+            names no kernel, any layout is right.
         mesh: shards the experts over `axis`; None: all on the default device.
         axis: the mesh axis, or axes.
 
@@ -94,7 +96,12 @@ def load_converted(
     """
     path = Path(path)
     tensors, metadata = read_header(path)
-    expected = _metadata(config, default_layout(config))
+    layout = default_layout(config)
+    if not isinstance(config, MoEConfig) and metadata.get("layout") in families.layouts(
+        config.recipe
+    ):
+        layout = metadata["layout"]
+    expected = _metadata(config, layout)
     for key, value in expected.items():
         if metadata.get(key) != value:
             raise ValueError(
@@ -107,7 +114,6 @@ def load_converted(
             )
     for name in tensors:
         _checks.one_of(f"tensor in {path.name}", name, ARRAY_FIELDS)
-    layout = default_layout(config)
     structs: dict[str, Any] = {name: _struct(each, layout) for name, each in tensors.items()}
     missing = {name: None for name in ("w13_weight", "w2_weight") if name not in tensors}
     weights = ExpertWeights(**structs, **missing, format=config.weight_format.name, layout=layout)
@@ -136,7 +142,7 @@ def _copied(tensor: StoredTensor, placement: Placement, shape: tuple[int, ...]) 
     return placement.to_devices(tensor.name, shape, part)
 
 
-def _metadata(config: MoEConfig, layout: str) -> dict[str, str]:
+def _metadata(config: ExpertSpec, layout: str) -> dict[str, str]:
     fused = config.shared_format if config.num_shared_experts else None
     known = dict(
         jax_megamoe_version=FILE_VERSION,

@@ -6,7 +6,7 @@ from itertools import product
 from typing import get_args
 
 from jax_megamoe import _checks
-from jax_megamoe.config import MoEConfig
+from jax_megamoe.config import ExpertSpec
 from jax_megamoe.weights.checkpoint.dialects import SHARED, Dialect, Kind, Part, Role
 from jax_megamoe.weights.checkpoint.families import GateUpOrder
 from jax_megamoe.weights.checkpoint.projection import FLOATS, UNPACKED, Piece, Projection
@@ -47,7 +47,7 @@ class Gathering:
 
     def __init__(
         self,
-        config: MoEConfig,
+        config: ExpertSpec,
         dialect: Dialect,
         wanted: set[int],
         *,

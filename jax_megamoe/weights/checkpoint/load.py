@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from jax_megamoe import _checks
-from jax_megamoe.config import MoEConfig
+from jax_megamoe.config import ExpertSpec
 from jax_megamoe.formats import WEIGHT_FORMATS, WeightFormat
 from jax_megamoe.weights.checkpoint.buffers import ParameterBuffers, place, placement_of
 from jax_megamoe.weights.checkpoint.dialects import SHARED, Dialect, Role
@@ -52,7 +52,7 @@ _LISTED = 8
 
 
 def load_experts(
-    config: MoEConfig,
+    config: ExpertSpec,
     checkpoint: str | Path | Checkpoint | Pairs,
     *,
     prefix: str,
@@ -62,6 +62,7 @@ def load_experts(
     progress: bool = True,
     gate_up_order: GateUpOrder | None = None,
     stored_sizes: tuple[int, int] | None = None,
+    layout: str | None = None,
 ) -> ExpertWeights:
     """One layer's experts from a checkpoint, in the config's format and kernel layout.
 
@@ -69,8 +70,7 @@ def load_experts(
         config: the layer. With fewer logical than physical experts, slot p gets logical expert
             p % num_logical_experts. With num_shared_experts, the shared expert is loaded too and
             fused, if the format fuses one.
-        checkpoint: a folder with safetensors files, one such file, either opened, or (name, array)
-            pairs.
+        checkpoint: a folder of safetensors files, such a file, one opened, or (name, array) pairs.
         prefix: of the experts' names, such as ``model.layers.3.mlp.experts``.
         mesh: shards the experts over `axis`; None: all experts on the default device.
         axis: the mesh axis, or axes.
@@ -82,6 +82,7 @@ def load_experts(
             stacks [E, H, 2I] without any of that are refused.
         stored_sizes: hidden and intermediate size of the checkpoint, where the config's are those
             rounded up: the rest is filled with zeros.
+        layout: row order of w13; None: that of the config's kernels, see `default_layout`.
 
     Raises:
         ValueError: a tensor missing, unknown, there twice or of a wrong shape; a value or scale
@@ -98,6 +99,7 @@ def load_experts(
         axis=axis,
         gate_up_order=gate_up_order,
         stored_sizes=stored_sizes,
+        layout=layout,
     )
     if not isinstance(checkpoint, str | Path | Checkpoint):
         stored_scheme(quantization_config, prefix)
@@ -113,7 +115,7 @@ def load_experts(
 
 
 def reload_experts(
-    config: MoEConfig,
+    config: ExpertSpec,
     weights: ExpertWeights,
     checkpoint: str | Path | Pairs,
     *,
@@ -173,7 +175,7 @@ class ExpertLoader:
 
     def __init__(
         self,
-        config: MoEConfig,
+        config: ExpertSpec,
         *,
         prefix: str,
         mesh: Mesh | None = None,
@@ -182,6 +184,7 @@ class ExpertLoader:
         stored_sizes: tuple[int, int] | None = None,
         initial: ExpertWeights | None = None,
         physical_to_logical: np.ndarray | None = None,
+        layout: str | None = None,
     ) -> None:
         self._config = config
         self._prefix = prefix
@@ -189,7 +192,7 @@ class ExpertLoader:
         placement = place(config, mesh, axis, physical_to_logical)
         if initial is not None:
             check_weights(config, initial)
-            placement = placement_of(initial, placement)
+            placement, layout = placement_of(initial, placement), initial.layout
         self._has_shared = bool(config.num_shared_experts and config.shared_format)
         self._local = set(placement.slots)
         self._gathering = Gathering(
@@ -199,7 +202,7 @@ class ExpertLoader:
             stored_sizes=stored_sizes or (config.hidden_size, config.intermediate_size),
             gate_up_order=gate_up_order,
         )
-        self._layout = default_layout(config) if initial is None else initial.layout
+        self._layout = layout or default_layout(config)
         self._buffers = ParameterBuffers(config, placement, self._layout, initial)
         self._rounded: list[int] = []
 

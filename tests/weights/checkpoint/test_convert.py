@@ -78,20 +78,20 @@ def test_sizes_are_rounded_up(tmp_path: Path, rng: np.random.Generator) -> None:
     path = tmp_path / "experts"
     options = dict(prefix=PREFIX, progress=False)
     [layer] = convert_checkpoint(checkpoint, path, **options)
-    assert (layer.config.hidden_size, layer.config.intermediate_size) == (256, 384)
-    assert layer.config.weight_format is mm.MXFP4
+    assert (layer.spec.hidden_size, layer.spec.intermediate_size) == (256, 384)
+    assert layer.spec.weight_format is mm.MXFP4
     config = files.make_config("mxfp4", E, 256, 384)
     want = mm.load_experts(config, checkpoint, stored_sizes=(hidden, inter), **options)
     assert_same(mm.load_converted(path, config), want)
     [layer] = convert_checkpoint(checkpoint, path, **options, hidden_size=512)
-    assert mm.load_converted(path, layer.config).w2_weight.shape == (E, 512, 192)
+    assert mm.load_converted(path, layer.spec).w2_weight.shape == (E, 512, 192)
 
 
 def test_fp8_is_converted_as_it_is_loaded(tmp_path: Path, rng: np.random.Generator) -> None:
     checkpoint = files.write_folder(tmp_path / "model", layers(rng, "fp8_block", 3), config=FP8)
     with pytest.warns(UserWarning, match="FP8 weights in 128x128 blocks are requantised to mxfp8"):
         [layer] = convert_checkpoint(checkpoint, tmp_path / "e", prefix=PREFIX, progress=False)
-    assert layer.config.weight_format is mm.MXFP8
+    assert layer.spec.weight_format is mm.MXFP8
 
 
 def test_sizes_of_each_arrangement(tmp_path: Path, rng: np.random.Generator) -> None:

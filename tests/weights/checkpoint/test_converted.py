@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.sharding import PartitionSpec as P
 from safetensors import safe_open
 
-from jax_megamoe.config import MoEConfig
+from jax_megamoe.config import ExpertSpec, MoEConfig
 from jax_megamoe.weights.checkpoint import converted
 from jax_megamoe.weights.checkpoint.converted import load_converted, save_experts
 from jax_megamoe.weights.checkpoint.load import load_experts
@@ -31,7 +31,7 @@ def mesh_of(ranks: int) -> Mesh:
     return Mesh(np.array(jax.devices()[:ranks]), ("ep",))
 
 
-def made(rng: np.random.Generator, config: MoEConfig, **kwargs: Any) -> ExpertWeights:
+def made(rng: np.random.Generator, config: ExpertSpec, **kwargs: Any) -> ExpertWeights:
     tensors = files.per_expert(FORMATS[config.weight_format.name](rng, E, H, INTER))
     parent = PREFIX.removesuffix("experts")
     for part, each in files.floats(rng, 1, H, INTER).items():
@@ -127,6 +127,25 @@ def test_another_layer_is_refused(
     save_experts(tmp_path / "e", config, made(rng, config))
     with pytest.raises(ValueError, match=f"{text}; convert the checkpoint again for this config"):
         load_converted(tmp_path / "e", replace(config, **changes))
+
+
+def test_a_spec_is_enough(tmp_path: Path, rng: np.random.Generator) -> None:
+    """What parameters are, without what calls need; of NVFP4, whichever row order the file has."""
+    for source in ("sgl", "vllm"):
+        config = replace(make_config("nvfp4"), kernel_source=source)
+        sizes = dict(num_experts=E, hidden_size=H, intermediate_size=INTER)
+        spec = ExpertSpec(**sizes, weight_format="nvfp4")
+        weights = made(rng, config)
+        save_experts(tmp_path / source, spec, weights)
+        for known in (spec, config):
+            loaded = load_converted(tmp_path / source, known)
+            assert loaded.layout == weights.layout
+            assert_same(loaded, weights)
+    assert made(rng, spec).layout == made(rng, make_config("nvfp4")).layout == "sgl_fp4"
+    fused = replace(spec, num_shared_experts=1)
+    assert made(rng, fused).layout == "interleave8"
+    with pytest.raises(ValueError, match="shared_format of sgl: expected 'mxfp8', got 'None'"):
+        load_converted(tmp_path / "sgl", fused)
 
 
 def test_another_version_is_refused(

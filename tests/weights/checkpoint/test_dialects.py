@@ -216,7 +216,7 @@ def test_order_of_the_models_config(
     assert_same(load_experts(config, file, **options), weights)
     assert_same(reload_experts(config, weights, file, **options), weights)
     [layer] = convert_checkpoint(file, tmp_path / "made", **options)
-    assert_same(load_converted(layer.path, layer.config), weights)
+    assert_same(load_converted(layer.path, layer.spec), weights)
     other = "halves" if order == "alternating" else "alternating"
     swapped = load_experts(config, folder, **options, gate_up_order=other)
     assert not np.array_equal(dequantize_experts(config, swapped)[0], experts["gate"].values)

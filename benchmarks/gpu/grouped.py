@@ -1,0 +1,257 @@
+"""`implementation="grouped"` on one GPU: whole jitted layers, beside the products alone and `xla`.
+
+    PYTHONPATH=.:tests:tests/gpu:benchmarks/gpu python benchmarks/gpu/grouped.py [--quick]
+
+Needs Humming's headers and a compiler, as tests/gpu/check_grouped.py. A layer's time is that of a
+scan of LAYERS layers, each with every id one further, so that weights come from memory; `products`
+is the same with the two products alone, on tables that one call made, so that the difference is
+what sorting, quantising, activation and sum cost. Results go to $OUT after every row, as JSON.
+Layers of GPT-OSS-120B's size (--gpt-oss) have their own weights in one scan.
+"""
+
+import argparse
+import faulthandler
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import grouped_layers
+import jax
+import jax.numpy as jnp
+import numpy as np
+from checks import OUT
+from jax import lax
+from jaxtyping import Array
+
+import jax_megamoe as mm
+from jax_megamoe.compile import compile_many
+from jax_megamoe.launch import grouped, launcher
+from jax_megamoe.plan.grouped.layer import GroupedLayer, plan_grouped, planned_arch
+from jax_megamoe.plan.launch import KernelLaunch
+from jax_megamoe.runtime.devices import device_spec
+
+LAYERS = 32
+TOKENS = (1, 8, 64, 256, 1024, 4096)
+QUICK_TOKENS = (1, 8, 64)
+SECONDS = 500
+SHAPES: dict[str, dict[str, int]] = {
+    "qwen3_30b": dict(num_experts=128, top_k=8, hidden_size=2048, intermediate_size=768),
+    "dsv3_ep8share": dict(num_experts=32, top_k=8, hidden_size=7168, intermediate_size=2048),
+    "v4_flash": dict(num_experts=256, top_k=6, hidden_size=4096, intermediate_size=2048),
+}
+RECIPES = (
+    ("mxfp4", "fp8_block"),
+    ("mxfp4", "bf16"),
+    ("mxfp4", "mxfp8"),
+    ("fp8_block", "fp8_block"),
+)
+GPT_OSS = dict(num_experts=128, top_k=4, hidden_size=2944, intermediate_size=2944)
+GPT_OSS_LAYERS = 36
+
+
+@dataclass
+class Row:
+    """One layer; microseconds. `apart`: launches that do not overlap; `plain`: no stream-K."""
+
+    shape: str
+    recipe: str
+    num_tokens: int
+    layer: float
+    products: float
+    apart: float
+    plain: float
+    experts: int
+    gigabytes_per_second: float
+
+
+def microseconds(function: Callable[[], Any], calls: int, repeats: int = 7) -> float:
+    """Median time of one of `calls` layers of a call, by the host's clock over several in a row."""
+    jax.block_until_ready(function())
+    start = time.perf_counter()
+    jax.block_until_ready(function())
+    enough = max(1, int(0.1 / (time.perf_counter() - start)))
+    times: list[float] = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        results = [function() for _ in range(enough)]
+        jax.block_until_ready(results[-1])
+        times.append((time.perf_counter() - start) / enough / calls)
+    return 1e6 * float(np.median(times))
+
+
+def scanned(each: GroupedLayer) -> Callable[[dict[str, Array]], Array]:
+    """LAYERS layers, the nth with every id n further; each adds nothing to the next's tokens."""
+
+    def step(carry: Array, n: Array, operands: dict[str, Array]) -> tuple[Array, None]:
+        ids = operands["topk_ids"]
+        moved = jnp.where(ids >= 0, (ids + n) % each.num_logical, -1)
+        y = grouped.launch_layer(each, operands | {"x": carry, "topk_ids": moved})["y"]
+        return carry + y * jnp.bfloat16(0), None
+
+    def run(operands: dict[str, Array]) -> Array:
+        layers = jnp.arange(LAYERS, dtype=jnp.int32)
+        return lax.scan(partial(step, operands=operands), operands["x"], layers)[0]
+
+    return jax.jit(run)
+
+
+def products_alone(each: GroupedLayer, operands: dict[str, Array]) -> Callable[[], Array]:
+    """The two products LAYERS times on the tables of LAYERS routings, in one program."""
+    plan = plan_grouped(replace(each, early=False))
+    alone = replace(plan, steps=(plan.steps[1], plan.steps[3]))
+    shapes = {name: jax.ShapeDtypeStruct(*like) for name, *like in plan.scratch}
+    written = {name: shapes[name] for name in ("h", "outputs")}
+    call = jax.jit(partial(grouped.launch_layer, replace(each, early=False)))
+    made: list[dict[str, Array]] = []
+    for n in range(LAYERS):
+        ids = operands["topk_ids"]
+        moved = jnp.where(ids >= 0, (ids + n) % each.num_logical, -1)
+        out = call(operands | {"topk_ids": moved})
+        made.append({name: out[name] for name in shapes if name not in written})
+
+    @jax.jit
+    def run(operands: dict[str, Array], made: list[dict[str, Array]]) -> Array:
+        total = jnp.zeros((), jnp.bfloat16)
+        for tables in made:
+            out = launcher.launch(alone, operands | tables, written, command_buffer=True)
+            total = total + out["outputs"][0, 0]
+        return total
+
+    return lambda: run(operands, made)
+
+
+def row(shape: str, recipe: tuple[str, str], num_tokens: int, weights: Any) -> Row:
+    """Everything about one number of tokens."""
+    each, stored = weights
+    each = replace(each, num_tokens=num_tokens)
+    operands = grouped_layers.tokens(each) | grouped_layers.parameters(stored)
+    experts = len(
+        np.unique(np.asarray(operands["topk_ids"])[np.asarray(operands["topk_ids"]) >= 0])
+    )
+    timed = {
+        "layer": each,
+        "apart": replace(each, early=False),
+        "plain": replace(each, stream_k=False),
+    }
+    found: dict[str, float] = {}
+    for name, variant in timed.items():
+        run = scanned(variant)
+        found[name] = microseconds(lambda run=run: run(operands), LAYERS)
+    found["products"] = microseconds(products_alone(each, operands), LAYERS)
+    routed = sum(a.nbytes for n, a in stored.arrays().items() if n.startswith(("w13_w", "w2_w")))
+    read = routed * experts / each.num_experts
+    rate = read / found["products"] / 1e3
+    return Row(
+        shape, " x ".join(recipe), num_tokens, experts=experts, gigabytes_per_second=rate, **found
+    )
+
+
+def prepared(shape: dict[str, int], recipe: tuple[str, str], **changes: Any) -> Any:
+    """A layer of a shape and recipe and its weights."""
+    here = device_spec(jax.devices()[0])
+    place = dict(arch=planned_arch(here.arch), num_sms=here.num_sms)
+    fields = dict(shape, num_logical=shape["num_experts"], **place, **changes)
+    each = grouped_layers.case(*recipe, 1, **fields)
+    stored = grouped_layers.stored_weights(each)
+    moved = grouped_layers.grouped_weights(
+        each, stored, False if recipe[1] == "fp8_block" else None
+    )
+    return grouped_layers.described(each, moved), jax.block_until_ready(moved)
+
+
+def compiled(layers: list[GroupedLayer]) -> None:
+    """All kernels of some layers, several at a time."""
+    variants = [
+        variant
+        for each in layers
+        for variant in (each, replace(each, early=False), replace(each, stream_k=False))
+    ]
+    plans = [plan_grouped(variant) for variant in variants]
+    specs = [s.kernel for plan in plans for s in plan.steps if isinstance(s, KernelLaunch)]
+    start = time.monotonic()
+    bad = [outcome for outcome in compile_many(specs) if outcome.error is not None]
+    print(
+        f"{len(set(specs))} kernels in {time.monotonic() - start:.0f} s, {len(bad)} failed",
+        flush=True,
+    )
+
+
+def gpt_oss(found: list[dict[str, Any]], token_counts: tuple[int, ...], num_layers: int) -> None:
+    """Layers of GPT-OSS-120B's size with biases, each with its own weights, in one scan."""
+    each, one = prepared(
+        GPT_OSS, ("mxfp4", "fp8_block"), biases=True, clamp=7.0, alpha=1.702, beta=1.0
+    )
+    stacked = jax.tree.map(
+        lambda a: jnp.broadcast_to(a[None], (num_layers, *a.shape)) + jnp.zeros((), a.dtype), one
+    )
+    jax.block_until_ready(stacked)
+    compiled([replace(each, num_tokens=n) for n in token_counts])
+    for num_tokens in token_counts:
+        layer = replace(each, num_tokens=num_tokens)
+        call = grouped_layers.tokens(layer)
+
+        def run(
+            weights: mm.ExpertWeights, call: dict[str, Array], layer: GroupedLayer = layer
+        ) -> Array:
+            def step(x: Array, one: mm.ExpertWeights) -> tuple[Array, None]:
+                operands = call | {"x": x} | grouped_layers.parameters(one)
+                return x + grouped.launch_layer(layer, operands)["y"] * jnp.bfloat16(0), None
+
+            return lax.scan(step, call["x"], weights)[0]
+
+        jitted = jax.jit(run)
+        taken = microseconds(lambda f=jitted, c=call: f(stacked, c), num_layers)
+        experts = len(np.unique(np.asarray(call["topk_ids"])))
+        size = sum(a.nbytes for n, a in one.arrays().items() if n.startswith(("w13", "w2")))
+        read = size * min(experts, GPT_OSS["num_experts"]) / GPT_OSS["num_experts"]
+        rate = read / taken / 1e3
+        print(
+            f"gpt_oss_120b {num_tokens} tokens: {taken:.1f} us a layer, {rate:.0f} GB/s", flush=True
+        )
+        found.append(dict(shape="gpt_oss_120b", num_tokens=num_tokens, layer=taken, bytes=read))
+        save(found)
+
+
+def save(found: list[dict[str, Any]]) -> None:
+    device = jax.devices()[0].device_kind
+    result = {"device": device, "jax": jax.__version__, "rows": found}
+    (OUT / "grouped.json").write_text(json.dumps(result, indent=1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="implementation=grouped on one GPU.")
+    parser.add_argument("--quick", action="store_true", help="one shape, three numbers of tokens")
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
+    parser.add_argument("--gpt-oss", type=int, default=0, metavar="LAYERS", help="36: the model's")
+    arguments = parser.parse_args()
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    found: list[dict[str, Any]] = []
+    counts = QUICK_TOKENS if arguments.quick else TOKENS
+    if arguments.gpt_oss:
+        gpt_oss(found, (1, 8, 64, 256), arguments.gpt_oss)
+        return
+    for shape in ["qwen3_30b"] if arguments.quick else arguments.shapes:
+        for recipe in RECIPES:
+            weights = prepared(SHAPES[shape], recipe)
+            compiled([replace(weights[0], num_tokens=n) for n in counts])
+            for num_tokens in counts:
+                try:
+                    one = row(shape, recipe, num_tokens, weights)
+                except Exception as error:  # the other rows still count
+                    print(shape, recipe, num_tokens, repr(error)[:500], flush=True)
+                    continue
+                found.append(asdict(one))
+                print(
+                    f"{shape} {one.recipe} {num_tokens} tokens: layer {one.layer:.1f} us, products "
+                    f"{one.products:.1f}, apart {one.apart:.1f}, no stream-K {one.plain:.1f}, "
+                    f"{one.gigabytes_per_second:.0f} GB/s",
+                    flush=True,
+                )
+                save(found)
+
+
+if __name__ == "__main__":
+    main()

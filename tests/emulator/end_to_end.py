@@ -1,0 +1,120 @@
+"""Calls through jit, shard_map and the compiled module to a libcuda that the emulator carries out.
+
+    PYTHONPATH=.:tests:tests/plan python tests/emulator/end_to_end.py [CASE ...]
+
+Prints a JSON object a case: its name and the relative error against `reference`. A process of its
+own: the driver is chosen once a process. test_end_to_end.py runs it.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+import cases  # noqa: E402
+import jax.numpy as jnp  # noqa: E402 (devices are counted first)
+
+import jax_megamoe as mm  # noqa: E402
+from emulator.cells import Cell  # noqa: E402
+from emulator.driver import EmulatingDriver  # noqa: E402
+
+Arguments = dict[str, Any]
+
+
+def _call(cell: Cell, implementation: str, **arguments: Any) -> Any:
+    config = cell.config()
+    place: Arguments = {}
+    if cell.ranks > 1:
+        place = dict(mesh=cases.ep_mesh(cell.ranks), axis="ep")
+    return mm.mega_moe(**arguments, **place, config=config, implementation=implementation)
+
+
+def _inputs(cell: Cell, seed: int = 2, tokens: int | None = None) -> Arguments:
+    config, rows = cell.config(), (tokens or cell.tokens) * cell.ranks
+    x, ids, factors = cases.tokens(config, rows, seed)
+    return dict(x=x, topk_ids=ids, topk_weights=factors, weights=cases.weights(config))
+
+
+def _both(cell: Cell, function: Callable[[str], Any]) -> float:
+    """The error of a function of the implementation's name."""
+    return cases.relative_error(function("deep_gemm"), function("reference"))
+
+
+def one_call(cell: Cell) -> float:
+    """mega_moe as a user calls it."""
+    inputs = _inputs(cell)
+    return _both(cell, lambda name: _call(cell, name, **inputs))
+
+
+def two_layers(cell: Cell) -> float:
+    """Two layers in one jitted function: one buffer, the second reads what the first wrote."""
+    inputs = _inputs(cell)
+    x = inputs.pop("x")
+
+    def layers(name: str) -> Any:
+        @jax.jit
+        def run(x: jax.Array) -> jax.Array:
+            for _ in range(2):
+                x = x + _call(cell, name, x=x, **inputs)
+            return x
+
+        return run(x)
+
+    return _both(cell, layers)
+
+
+def scanned(cell: Cell) -> float:
+    """Three layers by `lax.scan`."""
+    inputs = _inputs(cell)
+    x = inputs.pop("x")
+
+    def layers(name: str) -> Any:
+        def step(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return (x + _call(cell, name, x=x, **inputs)).astype(x.dtype), None
+
+        return jax.jit(lambda x: jax.lax.scan(step, x, length=3)[0])(x)
+
+    return _both(cell, layers)
+
+
+def after_an_idle_call(cell: Cell) -> float:
+    """A call that routes nothing between two that do."""
+    inputs, errors = _inputs(cell), []
+    for ids in (inputs["topk_ids"], jnp.full_like(inputs["topk_ids"], -1), inputs["topk_ids"]):
+        arguments = inputs | {"topk_ids": ids}
+        errors.append(_both(cell, lambda name, args=arguments: _call(cell, name, **args)))
+    return max(errors)
+
+
+CASES: dict[str, tuple[Callable[[Cell], float], Cell]] = {
+    "mxfp8": (one_call, Cell("mxfp8", "sgl")),
+    "mxfp4 over 2 ranks": (one_call, Cell("mxfp4", "sgl", ranks=2, tokens=16, max_tokens=32)),
+    "mxfp4 over 4 ranks": (one_call, Cell("mxfp4", "sgl", ranks=4, tokens=8, max_tokens=32)),
+    "mxfp4 over 8 ranks": (one_call, Cell("mxfp4", "sgl", ranks=8, tokens=4, max_tokens=32)),
+    "fp8_block over 2 ranks": (one_call, Cell("fp8_block", "sgl", ranks=2, tokens=16)),
+    "two layers over 2 ranks": (two_layers, Cell("mxfp4", "sgl", ranks=2, tokens=16)),
+    "a scan of three layers": (scanned, Cell("mxfp4", "sgl")),
+    "reuse after an idle call": (after_an_idle_call, Cell("mxfp4", "sgl", ranks=2, tokens=16)),
+}
+
+
+def main(names: list[str]) -> None:
+    """Runs the cases named, or all."""
+    driver = EmulatingDriver(Cell("mxfp8", "sgl").device)
+    driver.set(delay=0.5)
+    for name in names or CASES:
+        function, cell = CASES[name]
+        driver.device = cell.device
+        jax.clear_caches()
+        before = driver.count("launches")
+        error = function(cell)
+        launches = driver.count("launches") - before
+        print(json.dumps({"case": name, "error": error, "launches": launches}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

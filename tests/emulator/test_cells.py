@@ -1,0 +1,99 @@
+"""A fair sample of the cells: each kernel family over ranks, activations, tiles and orders.
+
+`run_cells.py` runs all of them.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+
+from emulator import cells
+from emulator.cells import Cell
+from emulator.fixtures import needs
+from emulator.machine import EmulatorError
+from emulator.standing_in import StandIn, standing_in
+
+FAMILIES = cells.families()
+NAMES = [f"{source} {form}" for form, source in FAMILIES]
+
+
+@pytest.fixture(scope="module")
+def stand_in() -> Iterator[StandIn]:
+    needs()
+    with standing_in(Cell("mxfp8", "sgl").device) as one:
+        yield one
+
+
+def last_activation(form: str, source: str) -> Cell:
+    """The family's cell with the most unusual activation and shared expert."""
+    return [cell for cell in cells.accepted() if (cell.form, cell.source) == (form, source)][-1]
+
+
+@pytest.mark.parametrize(("form", "source"), FAMILIES, ids=NAMES)
+def test_family_over_two_ranks_with_padding_holes_and_late_copies(stand_in, form, source):
+    needs(source)
+    cell = Cell(form, source, ranks=2, tokens=32, mask=True, stats=True, unrouted=0.2,
+                delay=0.7, seed=3)  # fmt: skip
+    outcome = cells.check(cell, stand_in)
+    assert outcome.block_m and outcome.executed > 10_000
+
+
+@pytest.mark.parametrize(("form", "source"), FAMILIES, ids=NAMES)
+def test_familys_last_activation_and_shared_expert(stand_in, form, source):
+    needs(source)
+    cells.check(last_activation(form, source), stand_in)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell("mxfp4", "sgl", ranks=8, tokens=9),
+        Cell("mxfp4", "sgl", ranks=4, replicas=4, idle_ranks=(0, 2), stats=True),
+        Cell("mxfp4", "sgl", experts=2, tokens=300),
+        Cell("fp8_block", "sgl", tokens=130, max_tokens=130),
+        Cell("mxfp4", "sgl", tokens=0),
+    ],
+    ids=str,
+)
+def test_rank_counts_and_tiles(stand_in, cell):
+    needs(cell.source)
+    cells.check(cell, stand_in)
+
+
+def test_calls_of_several_sizes_on_one_buffer_as_a_graphs_replays(stand_in):
+    needs("sgl")
+    outcomes = cells.reuse(Cell("mxfp4", "sgl", ranks=2, grid_id=77), stand_in)
+    assert [outcome.error for outcome in outcomes] == [0.0] * 5
+
+
+REFUSED = {  # accepted once, with wrong numbers
+    "K blocks of 256 in vllm's NVFP4": (
+        Cell("nvfp4", "vllm", intermediate=384),
+        "intermediate_size",
+    ),
+    "32 choices without a shared expert": (Cell("mxfp8", "sgl", experts=64, top_k=32), "top_k"),
+    "rows in half-row buffers": (Cell("mxfp8", "sgl", hidden=8704, max_tokens=6144), "hidden_size"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_fault_that_the_emulator_found_is_refused(what):
+    cell, argument = REFUSED[what]
+    assert argument in cell.refusal()
+
+
+@pytest.mark.parametrize("offset", [0, 2])
+def test_reserved_sms_may_be_any_of_the_device(stand_in, offset):
+    needs("sgl")
+    cell = Cell("mxfp8", "sgl", reserved_sms=2, num_sms=8, smid_offset=offset)
+    cells.check(cell, stand_in)
+
+
+def test_wrong_kernel_is_a_failure_with_its_cell(stand_in, monkeypatch):
+    needs("sgl")
+    cell = Cell("mxfp4", "sgl")
+    monkeypatch.setattr(cells, "limit", lambda _: cells.tolerances.Agreement(-1.0, -1.0))
+    with pytest.raises(cells.CellFailure, match="sgl mxfp4: Outcome"):
+        cells.check(cell, stand_in)
+    with pytest.raises(EmulatorError, match="limit of 1000 instructions reached"):
+        stand_in.run(lambda: cells.call(cell), settings={"max_instructions": 1000})

@@ -1,0 +1,53 @@
+"""mega_moe through jit, shard_map, the compiled module and a libcuda that the emulator carries out.
+
+In a process of its own, as the CUDA driver is chosen once a process.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tolerances
+
+from emulator.fixtures import needs
+
+HERE = Path(__file__).parent
+LAUNCHES = {  # of the staging kernel and the fused one; those of all ranks run as one
+    "mxfp8": 2,
+    "mxfp4 over 2 ranks": 3,
+    "mxfp4 over 4 ranks": 5,
+    "mxfp4 over 8 ranks": 9,
+    "fp8_block over 2 ranks": 3,
+    "two layers over 2 ranks": 6,
+    "a scan of three layers": 6,
+    "reuse after an idle call": 9,
+}
+
+
+@pytest.fixture(scope="module")
+def records() -> dict[str, dict[str, float]]:
+    needs("sgl")
+    root = HERE.parents[1]
+    path = os.pathsep.join(map(str, (root, root / "tests", root / "tests" / "plan")))
+    done = subprocess.run(
+        [sys.executable, str(HERE / "end_to_end.py")],
+        env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    return {record["case"]: record for record in found}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_call_reaches_the_kernels_and_comes_back(records, name):
+    record = records[name]
+    form = "fp8_block" if name.startswith("fp8_block") else "mxfp4"
+    table = tolerances.KERNEL_AGREEMENT if form == "fp8_block" else tolerances.EMULATED
+    assert record["error"] <= table[form].norm
+    assert record["launches"] == LAUNCHES[name]
