@@ -22,7 +22,8 @@ ACTIVATIONS = {
 }
 """Both activations with each of their parameters at work."""
 
-FORMATS = tuple(mm.RECIPES)
+FORMATS = tuple(mm.WEIGHT_FORMATS)
+RECIPES = tuple(mm.RECIPES)
 FUSING = tuple(name for name in FORMATS if mm.RECIPES[name].shared_formats)
 
 

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 import recording
+import slow
 from emulation import Emulation, emulate
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -37,6 +38,13 @@ def emulation(
     """Every CPU device stands for a B200, until `device` is set to another."""
     with emulate(driver, monkeypatch) as emulated:
         yield emulated
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests of slow files."""
+    for item in items:
+        if slow.is_slow(item.path):
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

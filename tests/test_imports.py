@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import slow
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "jax_megamoe"
@@ -302,3 +303,10 @@ def test_helper_modules_of_tests_have_one_import_path() -> None:
     names = [path.stem for folder in folders for path in (tests.parent / folder).glob("*.py")]
     names = [name for name in names if name != "conftest" and not name.startswith("test_")]
     assert len(names) == len(set(names)), [name for name in names if names.count(name) > 1]
+
+
+def test_slow_files_are_there() -> None:
+    for each in (*slow.SLOW, *slow.NOT_SLOW):
+        assert (slow.FOLDER / each).exists(), each
+    for each in slow.NOT_SLOW:
+        assert not slow.is_slow(slow.FOLDER / each)

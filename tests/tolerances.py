@@ -97,7 +97,7 @@ ACCURACY = {
     "mxfp4": Accuracy((0.043, 0.051), (0.18, 0.22), layer_gain=0.970),
     "mxfp4_block": Accuracy((0.043, 0.051), (0.18, 0.22), layer_gain=0.970),
     # As mxfp8 with weights as of nvfp4, rounded to E4M3 once more.
-    "nvfp4_block": Accuracy((0.043, 0.051), (0.15, 0.19), layer_gain=0.9866),
+    "nvfp4_block": Accuracy((0.043, 0.051), (0.15, 0.19), layer_gain=0.976),
     # E2M1 under an E4M3 scale has rms 0.095 and gain 0.9955: the largest of a block saturates where
     # its scale rounds down. Three such casts are activations, three more weights.
     "nvfp4": Accuracy((0.15, 0.18), (0.21, 0.25), gain=0.9866, layer_gain=0.973),

@@ -11,6 +11,7 @@ import jax
 
 from jax_megamoe import compile as compiler
 from jax_megamoe.config import MoEConfig
+from jax_megamoe.formats import RECIPES
 from jax_megamoe.plan import families
 from jax_megamoe.plan.choice import Absent, choose
 from jax_megamoe.plan.device import DeviceSpec
@@ -69,6 +70,43 @@ def supported(
     chosen = choose(config, spec, num_ranks, layout=default_layout(config))
     assert not isinstance(chosen, Absent)
     return chosen
+
+
+def in_recipe_with_kernel(
+    config: MoEConfig, device: jax.Device | DeviceSpec, num_ranks: int = 1
+) -> MoEConfig:
+    """The config, or one of the same weights with other activations, where a kernel of the device
+    runs that and none its own recipe: MXFP4 and NVFP4 weights on Hopper.
+
+    One line in the log says so. A config that names its activation format stays as it is, as does
+    one with a fused shared expert.
+
+    Args:
+        config: the layer.
+        device: of each rank.
+        num_ranks: expert-parallel ranks.
+    """
+    if config.activation_format is not None or config.num_shared_experts:
+        return config
+    others = [
+        recipe
+        for recipe in RECIPES.values()
+        if recipe.weights is config.weight_format and config.activation.name in recipe.functions
+    ]
+    if not isinstance(supported(config, device, num_ranks), Refusal):
+        return config
+    for recipe in others:
+        other = replace(config, activation_format=recipe.activations, shared_format=None)
+        if not isinstance(supported(other, device, num_ranks), Refusal):
+            _log_recipe(config.recipe.name, recipe.name)
+            return other
+    return config
+
+
+@lru_cache
+def _log_recipe(default: str, taken: str) -> None:
+    """Says once that weights run in another recipe than the default of their format."""
+    _log.info("%s weights run as %s: this device has a kernel of that alone", default, taken)
 
 
 def runnable(config: MoEConfig, device: jax.Device, num_ranks: int = 1) -> KernelFamily | Refusal:

@@ -15,12 +15,12 @@ from jaxtyping import Array, BFloat16, Bool, Int32
 from jax_megamoe import _checks
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.formats import WeightFormat
+from jax_megamoe.nn import storage
 from jax_megamoe.nn.hf_config import HASHED, Layers, block_spec, layers_of, read_hf_config
 from jax_megamoe.nn.layer import MegaMoE
 from jax_megamoe.nn.replicated import replicated
 from jax_megamoe.nn.router_layer import RouterLayer
 from jax_megamoe.nn.shared_expert import SharedExpert, log_unfused, unfused_reason
-from jax_megamoe.nn.storage import Storage, format_of_layer, storage_of
 from jax_megamoe.nn.weighed_input import plus_shared, weighed
 from jax_megamoe.op.mega_moe import place_of
 from jax_megamoe.routing.replicas import ReplicaMap
@@ -99,7 +99,7 @@ class MegaMoEBlock(nnx.Module):
         fused = shared_size // config.intermediate_size if reason is None else 0
         self.config = config = replace(config, num_shared_experts=fused)
         self.layers: Layers | None = None
-        self.storage: Storage | None = None
+        self.storage: storage.Storage | None = None
         self.router = RouterLayer(router, self.hidden_size, mesh=mesh, rngs=rngs)
         weights = random_experts(config, rngs.params())
         self.experts = MegaMoE(
@@ -162,7 +162,7 @@ class MegaMoEBlock(nnx.Module):
         raw = read_hf_config(hf_config)
         spec = block_spec(raw, layer_index)
         device = None if mesh is None else mesh.devices.flat[0]
-        form = weight_format or format_of_layer(raw, spec.prefix, layer_index, device)
+        form = weight_format or storage.format_of_layer(raw, spec.prefix, layer_index, device)
         hidden_size, intermediate_size = spec.padded_sizes
         logical = spec.router.num_experts
         sizes: dict[str, Any] = dict(
@@ -175,9 +175,10 @@ class MegaMoEBlock(nnx.Module):
             weight_format=form,
             activation=spec.activation,
         )
+        keep = weight_format is not None or spec.has_expert_biases
         make = partial(
             cls,
-            MoEConfig(**(sizes | config)),
+            storage.config_in_place(MoEConfig(**(sizes | config)), mesh, axis, keep),
             spec.router,
             stored_sizes=(spec.hidden_size, spec.intermediate_size),
             shared_size=spec.shared_size,
@@ -189,7 +190,7 @@ class MegaMoEBlock(nnx.Module):
         )
         block = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))) if rngs is None else make(rngs=rngs)
         block.layers = layers_of(raw)
-        block.storage = storage_of(raw, weight_format is None)
+        block.storage = storage.storage_of(raw, weight_format is None)
         return block
 
     @property
@@ -339,14 +340,15 @@ class MegaMoEBlock(nnx.Module):
         mesh, shared = self.experts.mesh, self.shared_expert
         device = None if mesh is None else mesh.devices.flat[0]
         form = format_of(scheme, device, f"{tensors.prefix}.experts")
+        biased = getattr(self.experts, "w13_bias") is not None
         make = partial(
             MegaMoEBlock,
-            replace(self.config, weight_format=form, num_shared_experts=0, shared_format=None),
+            storage.config_in_format(self.config, form, mesh, self.experts.axis, biased),
             self.router.settings,
             stored_sizes=self.stored_sizes,
             shared_size=self.config.shared_size if shared is None else shared.gate_proj.shape[0],
             has_shared_gate=shared is not None and shared.output_gate is not None,
-            has_expert_biases=getattr(self.experts, "w13_bias") is not None,
+            has_expert_biases=biased,
             mesh=mesh,
             axis=self.experts.axis,
             implementation=self.experts.implementation,

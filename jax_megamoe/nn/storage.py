@@ -1,12 +1,17 @@
 """How a model stores its experts, by its config; a checkpoint's names have the last word."""
 
 import json
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
+from jax_megamoe.config import MoEConfig
 from jax_megamoe.formats import WeightFormat
+from jax_megamoe.launch.runnable import in_recipe_with_kernel
+from jax_megamoe.mesh import Axis, axis_names
 from jax_megamoe.weights.checkpoint.families import GateUpOrder, gate_up_order
 from jax_megamoe.weights.checkpoint.fields import Fields
 from jax_megamoe.weights.checkpoint.select import quantization_of, select_format, stored_scheme
@@ -54,3 +59,35 @@ def format_of_layer(
     if stored_scheme(hf_config, experts) == stored_scheme(hf_config):
         experts = ""
     return select_format(hf_config, device, prefix=experts)
+
+
+def config_in_place(
+    config: MoEConfig, mesh: Mesh | None, axis: Axis | None, keep: bool
+) -> MoEConfig:
+    """The config in a recipe that has a kernel where the layer runs, see `in_recipe_with_kernel`.
+
+    Args:
+        config: the layer.
+        mesh: where it runs; None: on the default device.
+        axis: the expert-parallel axis, or axes.
+        keep: the config stays: its format was given, or it has biases, which no kernel adds.
+    """
+    if keep:
+        return config
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    ranks = 1 if mesh is None else math.prod(mesh.shape[name] for name in axis_names(axis))
+    return in_recipe_with_kernel(config, device, ranks)
+
+
+def config_in_format(
+    config: MoEConfig, form: WeightFormat, mesh: Mesh | None, axis: Axis | None, keep: bool
+) -> MoEConfig:
+    """`config_in_place` with other weights, and without a fused shared expert."""
+    stored = replace(
+        config,
+        weight_format=form,
+        activation_format=None,
+        num_shared_experts=0,
+        shared_format=None,
+    )
+    return config_in_place(stored, mesh, axis, keep)

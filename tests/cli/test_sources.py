@@ -48,6 +48,10 @@ def test_every_kind_of_layer() -> None:
     for shared in ("mxfp8", "bf16"):
         for activation in ("swiglu", "GPT-OSS's swiglu", "any alpha, beta"):
             assert runs.pop(("nvfp4", shared, activation)) == vllm
+    for recipe in ("mxfp4_block", "nvfp4_block"):
+        assert runs.pop((recipe, None, "swiglu")) == ("flashinfer", ("flashinfer",))
+        for activation in ("GPT-OSS's swiglu", "any alpha, beta"):
+            assert runs.pop((recipe, None, activation)) == (None, ())
     assert not runs
 
 

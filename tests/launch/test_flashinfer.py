@@ -1,5 +1,6 @@
 """FlashInfer's kernels under `mega_moe`: what they are launched with on emulated H200s."""
 
+import logging
 import struct
 
 import cases
@@ -7,10 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from emulation import H200, STAGING, Emulation, call, kernel_of, sym_buffer, u64
+from emulation import B200, H200, STAGING, Emulation, call, kernel_of, sym_buffer, u64
 
 import jax_megamoe as mm
+from jax_megamoe.launch import runnable
+from jax_megamoe.launch.runnable import in_recipe_with_kernel
 from jax_megamoe.plan import plan_mega_moe
+from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.launch import KernelLaunch
 
 RECIPES = pytest.mark.parametrize("recipe", ["mxfp4_block", "nvfp4_block"])
@@ -113,3 +117,27 @@ def test_a_buffer_holds_a_multiple_of_four_tokens(emulation: Emulation) -> None:
     call(cfg, num_tokens=1)
     values = emulation.launches(entry("mxfp4_block"))[0]["parameters"]
     assert np.frombuffer(bytes.fromhex(values[TOKENS["mxfp4_block"]]), np.uint32) == 1
+
+
+def recipe_on(device: DeviceSpec, form: str, **changes: object) -> str:
+    return in_recipe_with_kernel(config(form, **changes), device).recipe.name
+
+
+def test_4_bit_weights_take_the_recipe_that_has_a_kernel(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    runnable._log_recipe.cache_clear()
+    with caplog.at_level(logging.INFO, logger="jax_megamoe"):
+        assert [recipe_on(H200, "mxfp4") for _ in range(3)] == ["mxfp4_block"] * 3
+    text = "mxfp4 weights run as mxfp4_block: this device has a kernel of that alone"
+    assert [record.getMessage() for record in caplog.records] == [text]
+    assert recipe_on(H200, "nvfp4") == "nvfp4_block"
+    assert recipe_on(H200, "fp8_block") == "fp8_block"
+    assert recipe_on(B200, "mxfp4") == "mxfp4"
+
+
+def test_4_bit_weights_stay_where_no_kernel_runs_them() -> None:
+    assert recipe_on(H200, "mxfp4", activation=cases.ACTIVATIONS["gpt_oss"]) == "mxfp4"
+    assert recipe_on(H200, "mxfp4", activation="situ") == "mxfp4"
+    assert recipe_on(H200, "mxfp4", hidden_size=384) == "mxfp4"
+    assert recipe_on(H200, "mxfp4", num_shared_experts=1) == "mxfp4"

@@ -18,7 +18,7 @@ import jax_megamoe as mm
 
 TOKENS = 256
 SIZES = dict(hidden_size=512, intermediate_size=256, max_num_tokens=TOKENS)
-CELLS = [(form, name) for form in cases.FORMATS for name in cases.activations_of(form)]
+CELLS = [(form, name) for form in cases.RECIPES for name in cases.activations_of(form)]
 
 
 def inputs(cfg: mm.MoEConfig) -> tuple[jax.Array, ...]:
@@ -58,7 +58,7 @@ def assert_gain(got: float, expected: float) -> None:
     assert abs(got - expected) <= tolerances.GAIN, f"gain {got:.4f}, expected {expected}"
 
 
-@pytest.mark.parametrize("form", cases.FORMATS)
+@pytest.mark.parametrize("form", cases.RECIPES)
 def test_error_and_gain(form: str) -> None:
     cfg = cases.config(form, **SIZES)
     weights = cases.weights(cfg, gain=1.0)
@@ -98,7 +98,7 @@ def test_gain_with_a_fused_shared_expert(form: str, shared_format: str | None) -
     assert cases.relative_error(y, exact) <= tolerances.ACCURACY[form].activations[1]
 
 
-@pytest.mark.parametrize("form", cases.FORMATS)
+@pytest.mark.parametrize("form", cases.RECIPES)
 def test_gate_and_up_are_told_apart(form: str) -> None:
     """Gate rows of ones, up rows of twos: silu(1) * 2, not silu(2) * 1."""
     cfg = cases.config(form, num_experts=2, top_k=1)
@@ -111,7 +111,7 @@ def test_gate_and_up_are_told_apart(form: str) -> None:
     np.testing.assert_allclose(np.asarray(y[0, :8], np.float32), 2 * silu, rtol=0.04)
 
 
-@pytest.mark.parametrize("form", cases.FORMATS)
+@pytest.mark.parametrize("form", cases.RECIPES)
 def test_zero_weights_and_zero_tokens_give_zero(form: str) -> None:
     cfg = cases.config(form, num_experts=2, top_k=1)
     zeros = jnp.zeros((2, 128, 256), jnp.bfloat16)

@@ -12,7 +12,7 @@ import shapes
 
 import jax_megamoe as mm
 
-CELLS = [(form, name) for form in cases.FORMATS for name in cases.activations_of(form)]
+CELLS = [(form, name) for form in cases.RECIPES for name in cases.activations_of(form)]
 
 
 def tiny(form: str, **changes: object) -> mm.MoEConfig:
@@ -59,7 +59,7 @@ def test_fused_shared_expert_equals_the_oracle(
     assert_as_oracle(cfg, weights, f"{form} with {num} {cfg.shared_format} shared experts")
 
 
-@pytest.mark.parametrize("form", cases.FORMATS)
+@pytest.mark.parametrize("form", cases.RECIPES)
 def test_biases_equal_the_oracle(form: str) -> None:
     cfg = tiny(form)
     assert_as_oracle(cfg, cases.weights(cfg, biased=True), f"{form} with biases")

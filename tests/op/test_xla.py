@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 import jax_megamoe as mm
-from jax_megamoe.weights.params import parameter_shapes
+from jax_megamoe.weights.params import default_layout, parameter_shapes
 
 TOKENS = 64
 RANKS = (1, 2, 4, 8)
@@ -66,7 +66,7 @@ def activation(form: str, name: str) -> mm.Activation:
 
 CELLS = [
     (form, name, num_shared)
-    for form in cases.FORMATS
+    for form in cases.RECIPES
     for name in mm.RECIPES[form].functions
     for num_shared in (0, 1, 2)
 ]
@@ -83,7 +83,7 @@ def test_equals_reference(form: str, name: str, num_shared: int) -> None:
 
 PARAMETERS = [
     (form, name)
-    for form in cases.FORMATS
+    for form in cases.RECIPES
     for name in cases.activations_of(form)
     if name not in ("gpt_oss", "situ")
 ]
@@ -160,7 +160,7 @@ def test_a_rank_with_many_rounds() -> None:
     assert np.asarray(one, np.float32).any(axis=1).sum() == 399
 
 
-@pytest.mark.parametrize("form", cases.FORMATS)
+@pytest.mark.parametrize("form", cases.RECIPES)
 def test_experts_are_decoded_one_at_a_time(form: str) -> None:
     """Temporary memory does not grow with the number of experts."""
 
@@ -169,7 +169,8 @@ def test_experts_are_decoded_one_at_a_time(form: str) -> None:
         shapes = parameter_shapes(cfg)
         weights = mm.ExpertWeights(
             **{name: shape for name, shape in shapes.items() if not name.endswith("_bias")},
-            format=form,
+            format=cfg.weight_format.name,
+            layout=default_layout(cfg) if "_block" in form else "interleave8",
         )
         call = jax.jit(partial(mm.mega_moe, config=cfg, implementation="xla"))
         compiled = call.lower(*cases.tokens(cfg, TOKENS), weights).compile()

@@ -32,7 +32,7 @@ ROUNDING = {
 }
 
 
-@pytest.mark.parametrize("form", cases.FORMATS)
+@pytest.mark.parametrize("form", cases.RECIPES)
 def test_dequantize_is_the_inverse(form: str) -> None:
     cfg = cases.config(form)
     parts = cases.float_matrices(cfg)["routed"]
@@ -49,10 +49,10 @@ def test_dequantize_is_the_inverse(form: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "source"), [*((form, None) for form in cases.FORMATS), ("nvfp4", "sgl")]
+    ("form", "source"), [*((form, None) for form in cases.RECIPES), ("nvfp4", "sgl")]
 )
 def test_rows_stand_where_the_kernel_reads_them(form: str, source: str | None) -> None:
-    """Against the oracle, which reads the bytes by the formulas of behaviour.md section 3."""
+    """Against the oracle, which finds each weight and scale by its own formulas."""
     cfg = cases.config(form, kernel_source=source, num_experts=3, top_k=1)
     weights = cases.weights(cfg, biased=True)
     got = mm.dequantize_experts(cfg, weights)
@@ -188,7 +188,7 @@ def test_input_scales_and_biases_follow_their_experts() -> None:
     np.testing.assert_array_equal(plain.w2_input_scale, np.zeros(16))
 
 
-@pytest.mark.parametrize("form", cases.FORMATS)
+@pytest.mark.parametrize("form", cases.RECIPES)
 def test_random_experts(form: str) -> None:
     cfg = cases.config(form, num_shared_experts=int(form in cases.FUSING))
     weights = random_experts(cfg, jax.random.key(0))

@@ -15,7 +15,7 @@ from jax_megamoe.weights.params import ARRAY_FIELDS, check_weights, default_layo
 BYTES = {"mxfp4": 0.5 + 1 / 32, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16, "bf16": 2.0}
 
 SHAPES = {
-    # behaviour.md section 3 for E 16, H 256, I 128: stored dtype, [E, 2I, H / v], scale words.
+    # For E 16, H 256, I 128, by hand: stored dtype, [E, 2I, H / v], scale words.
     "mxfp4": ("uint8", (16, 256, 128), "int32", (16, 2, 256), (16, 256, 64), (16, 1, 256)),
     "mxfp8": ("float8_e4m3fn", (16, 256, 256), "int32", (16, 2, 256), (16, 256, 128), (16, 1, 256)),
     "nvfp4": ("uint8", (16, 256, 128), "int32", (16, 4, 256), (16, 256, 64), (16, 2, 256)),
@@ -33,7 +33,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("form", cases.FORMATS)
+@pytest.mark.parametrize("form", cases.RECIPES)
 def test_shapes(form: str) -> None:
     storage, w13, scale_dtype, w13_scale, w2, w2_scale = SHAPES[form]
     shapes = parameter_shapes(cases.config(form))
@@ -205,7 +205,7 @@ def test_refused_for_the_config() -> None:
         check_weights(mxfp8, {"w13_weight": np.zeros(3)})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("form", cases.FORMATS)
+@pytest.mark.parametrize("form", cases.RECIPES)
 def test_accepted_with_and_without_shared_and_biases(form: str) -> None:
     plain = cases.config(form)
     check_weights(plain, cases.weights(plain))
