@@ -1,7 +1,6 @@
-"""The layer in NumPy, one token and one expert at a time, written from the design notes alone.
+"""The layer in NumPy, one token and one expert at a time, written from the formats' formulas alone.
 
-behaviour.md sections 2 to 5 and deepgemm-abi.md sections 11 and 13; shares no code with the
-package. Sums are float64, everything that rounds is float32.
+It shares no code with the package. Sums are float64, everything that rounds is float32.
 """
 
 import ml_dtypes
@@ -83,7 +82,7 @@ def _expert(row, weight, mlp, bias, cfg, form, a_scale, rounds):
 
 
 def activate(gate: np.ndarray, up: np.ndarray, act: Activation, to_limit=F32) -> np.ndarray:
-    """behaviour.md section 2, float32."""
+    """SwiGLU or SiTU with clamp, alpha and beta, float32."""
     if act.clamp is not None:
         limit = F32(to_limit(F32(act.clamp)))
         gate = np.minimum(gate, limit)

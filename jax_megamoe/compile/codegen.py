@@ -8,8 +8,8 @@ from jax_megamoe.plan.kernel import KernelSpec
 CODEGEN_VERSION = 1
 """Part of every cache key; raised whenever this text, or what a compiler adds to it, changes."""
 
-# Structs passed by value: bytes and alignment with which the launcher lays them out
-# (deepgemm-abi.md section 8).
+# Structs that a kernel takes by value: bytes and alignment in the launcher's parameter block. Each
+# kernel asserts them, so a header that changes a struct fails to compile instead of misreading it.
 _STRUCTS = {
     "deep_gemm::layout::SymBuffer": (592, 8),
     "flashinfer::megamoe::layout::SymBuffer": (592, 8),

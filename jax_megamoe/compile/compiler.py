@@ -21,7 +21,8 @@ from jax_megamoe.plan.kernel import CodeOptions
 
 _ANSWER_SECONDS = 60.0  # for nvcc to say its version, on a slow network file system too
 
-# What DeepGEMM's own host code passes (deepgemm-abi.md section 1), less what only shapes host code.
+# The flags of DeepGEMM's own host code (`nvcc_flags` in tests/golden/launches_*.jsonl.gz), without
+# those that only concern host code.
 _FLAGS = ("-std=c++20", "--ptxas-options=-v")
 _QUIET = "39,161,174,177,186,940"
 

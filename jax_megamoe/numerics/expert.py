@@ -1,8 +1,11 @@
 """What happens inside one expert between and after its matmuls, rounding where the kernels round.
 
-`xla` and `reference` share these steps. Sections named below are deepgemm-abi's; SM100 formats
-follow the vllm source's kernels, or those that the recipe's `Rounding` is of, fp8_block the sgl
-source's SM90 kernel. To derivatives a rounding is the identity (`straight_through`).
+`xla` and `reference` share these steps. They follow the kernel that the recipe's `Rounding`
+describes: the vllm source's or the sgl source's on SM100, the sgl source's SM90 kernel for
+fp8_block. The order in a kernel: the first matmul, the activation in float32, the top-k weight, the
+rounding of the second matmul's input, the second matmul, its output rounded to BF16, the combine in
+float32. A kernel that weighs in the combine applies the top-k weight there. Derivatives take a
+rounding as the identity (`straight_through`).
 """
 
 import jax
@@ -75,7 +78,12 @@ def split_gate_up(
 def activate(
     gate: Float32[Array, "*shape"], up: Float32[Array, "*shape"], activation: Activation
 ) -> Float32[Array, "*shape"]:
-    """The gated activation in float32 (section 11, step 3)."""
+    """The gated activation in float32.
+
+    SwiGLU: gate * sigmoid(alpha * gate) * (up + beta). SiTU: alpha * tanh(gate / alpha) *
+    sigmoid(gate) * beta * tanh(up / beta), or * up where beta is 0. A clamp limits gate from above
+    and up from both sides first.
+    """
     if activation.clamp is not None:
         gate = jnp.minimum(gate, activation.clamp)
         up = jnp.clip(up, -activation.clamp, activation.clamp)
@@ -121,8 +129,7 @@ def second_input(
     recipe: Recipe,
     activation_scale: Float32[Array, ""] | None,
 ) -> Float[Array, "*rows inter"]:
-    """The second matmul's input: weighted, quantised as the kernel does and decoded again (steps 4
-    and 5).
+    """The second matmul's input: weighted, quantised as the kernel does and decoded again.
 
     The result holds the decoded values, bfloat16 where those are exact (NVFP4: without the global
     activation scale, which the kernel folds into the output's factor), float32 for fp8_block
@@ -181,7 +188,7 @@ def combine(
     topk_weights: Float32[Array, "tokens top_k"] | None,
     shared: Float32[Array, "tokens hidden"] | None,
 ) -> Float32[Array, "tokens hidden"]:
-    """The sum over a token's experts in slot order, the shared expert first (step 7).
+    """The sum over a token's experts in slot order, the shared expert first.
 
     Args:
         slots: each expert's output, zero where unrouted.

@@ -1,12 +1,12 @@
 """Block quantisation: MXFP8, MXFP4, NVFP4 and block-scaled FP8, encode and decode, bit for bit as
 the kernels take them.
 
-Plain jnp in float32, the same bits eager and jitted on the CPU; on a GPU a division may be off by
-one unit in the last place, which only NVFP4 and float32 scales have. Every quantiser works along
-the last axis K, keeps the leading ones and returns `(values, scales)`. Finite input gives finite
-values and scales, and zero stays zero (E4M3 keeps its sign). A NaN stays in its block: E4M3 values
-hold it themselves, an E2M1 block, whose values cannot, gets the scale NaN. UE8M0 byte b is
-2^(b - 127), 255 is NaN.
+Plain jnp in float32. The bits are the same eager and jitted, on a CPU and on an H200
+(benchmarks/results/quantization_h200.json): `elements.divide` corrects the quotients that XLA's GPU
+backend approximates. Every quantiser works along the last axis K, keeps the leading axes and
+returns `(values, scales)`. Finite input gives finite values and scales, and zero stays zero (E4M3
+keeps its sign). A NaN stays in its block: E4M3 values hold the NaN themselves; E2M1 has no NaN, so
+the scale of its block becomes NaN. UE8M0 byte b is 2^(b - 127), 255 is NaN.
 
 Sources: OCP Microscaling Formats v1.0 for E2M1, E4M3 and UE8M0; vLLM and DeepGEMM for how a scale
 is chosen.

@@ -23,7 +23,7 @@ def test_the_pages_are_up_to_date(statuses: dict[Cell, dict[str, str]]) -> None:
 
 
 def test_every_cell_has_a_kernel(statuses: dict[Cell, dict[str, str]]) -> None:
-    """Of the formats' first table in behaviour.md, but for what SM90's kernel does not compute."""
+    """Every format with every activation and shared expert, except what no kernel computes."""
     assert len(statuses) == 56
     without = [
         cell

@@ -25,7 +25,7 @@ from jax_megamoe.plan.tensor_map import (
     UINT8,
 )
 
-# Bytes of the parameter block, of 26 compiled cubins (deepgemm-abi.md section 8).
+# Bytes of the parameter block, read from 26 compiled cubins.
 BLOCK_BYTES = {
     ("sgl", "sm100_fp8_fp4_mega_moe_impl"): 3080,
     ("sgl", "sm100_bf16_mega_moe_impl"): 1928,

@@ -52,7 +52,7 @@ def test_dequantize_is_the_inverse(form: str) -> None:
     ("form", "source"), [*((form, None) for form in cases.RECIPES), ("nvfp4", "sgl")]
 )
 def test_rows_stand_where_the_kernel_reads_them(form: str, source: str | None) -> None:
-    """Against the oracle, which reads the bytes by the formulas of behaviour.md section 3."""
+    """Against the oracle, which finds each weight and scale by its own formulas."""
     cfg = cases.config(form, kernel_source=source, num_experts=3, top_k=1)
     weights = cases.weights(cfg, biased=True)
     got = mm.dequantize_experts(cfg, weights)

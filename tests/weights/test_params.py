@@ -15,7 +15,7 @@ from jax_megamoe.weights.params import ARRAY_FIELDS, check_weights, default_layo
 BYTES = {"mxfp4": 0.5 + 1 / 32, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16, "bf16": 2.0}
 
 SHAPES = {
-    # behaviour.md section 3 for E 16, H 256, I 128: stored dtype, [E, 2I, H / v], scale words.
+    # For E 16, H 256, I 128, by hand: stored dtype, [E, 2I, H / v], scale words.
     "mxfp4": ("uint8", (16, 256, 128), "int32", (16, 2, 256), (16, 256, 64), (16, 1, 256)),
     "mxfp8": ("float8_e4m3fn", (16, 256, 256), "int32", (16, 2, 256), (16, 256, 128), (16, 1, 256)),
     "nvfp4": ("uint8", (16, 256, 128), "int32", (16, 4, 256), (16, 256, 64), (16, 2, 256)),
