@@ -24,6 +24,7 @@ SLOW = (
     "op/test_compiled_program.py",
     "op/test_grad.py",
     "op/test_mega_moe.py",
+    "op/test_reference.py",
     "op/test_vmap.py",
     "op/test_xla.py",
     "routing/test_rebalance.py",

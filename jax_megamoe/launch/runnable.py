@@ -193,7 +193,7 @@ def _parameter_refusal(
 ) -> Refusal | None:
     """What a kernel asks of parameters beyond their shapes."""
     has_biases = weights.w13_bias is not None or weights.w2_bias is not None
-    if has_biases and weights.bias_column is None:
+    if has_biases and not weights.folds_biases:
         expected = f"no biases for implementation {family.implementation}, or folded ones"
         hint = "jax_megamoe.fold_biases(config, weights, hidden_size) folds them; or use xla"
         return missing("weights", expected, "w13_bias and w2_bias", hint)
@@ -204,12 +204,6 @@ def _parameter_refusal(
             repr(weights.layout),
             f"jax_megamoe.to_layout(weights, {family.w13_layout!r}) moves them",
         )
-    if family.factors == "input_scale_by_value" and weights.max_input_scale is None:
-        expected = (
-            f"the largest w2_input_scale as a number: {family.source}'s kernel takes it by value"
-        )
-        hint = "make or load the weights outside jit"
-        return unfit("weights.max_input_scale", expected, None, hint)
     return None
 
 

@@ -6,8 +6,6 @@ to BF16 once more. Biases that are not folded are added to each expert's output 
 rounded: the same numbers but for roundings to BF16.
 """
 
-from dataclasses import replace
-
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, BFloat16, Float32, Int32
@@ -33,14 +31,7 @@ def without_constant(
 
 
 def _with(rows: Array, weights: ExpertWeights, value: float) -> Array:
-    assert weights.bias_column is not None
-    places = slice(weights.bias_column, weights.bias_column + COLUMNS[weights.format])
-    return rows.at[:, places].set(jnp.asarray(value, rows.dtype))
-
-
-def without_second(weights: ExpertWeights) -> ExpertWeights:
-    """The parameters that an implementation gets: the second biases are not its matter."""
-    return replace(weights, w2_bias=None)
+    return rows.at[:, -COLUMNS[weights.format] :].set(jnp.asarray(value, rows.dtype))
 
 
 def plus_second(

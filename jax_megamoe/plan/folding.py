@@ -40,18 +40,6 @@ def unfoldable(config: ExpertSpec) -> Refusal | None:
     return missing("recipe", expected, recipe.name, hint)
 
 
-def first_column(config: ExpertSpec, hidden_size: int) -> int | None:
-    """The first column of the biases, a multiple of their number; None: too few columns.
-
-    Args:
-        config: the layer, of a recipe that is not `unfoldable`.
-        hidden_size: of the model.
-    """
-    width = COLUMNS[config.weight_format.name]
-    column = -(-hidden_size // width) * width
-    return column if column + width <= config.hidden_size else None
-
-
 def folded_sizes(config: MoEConfig, device: DeviceSpec, sizes: tuple[int, int]) -> MoEConfig | None:
     """The config with the smallest sizes with which a fused kernel runs it, biases folded.
 
@@ -68,7 +56,7 @@ def folded_sizes(config: MoEConfig, device: DeviceSpec, sizes: tuple[int, int]) 
     for hidden in _rounded(sizes[0]):
         for inter in _rounded(sizes[1]):
             wide = replace(config, hidden_size=hidden, intermediate_size=inter)
-            if first_column(wide, sizes[0]) is None:
+            if hidden - sizes[0] < COLUMNS[config.weight_format.name]:
                 continue
             chosen = choose(wide, device, 1)
             if not isinstance(chosen, Refusal | Absent):

@@ -1,9 +1,9 @@
 """Biases of the first matmul as columns of its matrix, for kernels that add none.
 
 A model whose hidden size is filled up leaves columns of w13 that multiply zeros. A constant in the
-token's columns there and the bias in the weights' make the matmul add the bias in its own float32
-accumulator. In block-scaled formats a bias has one scale group of 32 columns: an integer of at
-most 255 half units, its 8 significant bits, under the power of two that makes the half unit its
+last of the token's columns and the bias in the weights' make the matmul add the bias in its own
+float32 accumulator. In block-scaled formats a bias has one scale group of 32 columns: an integer of
+at most 255 half units, its 8 significant bits, under the power of two that makes the half unit its
 last bit.
 
 * MXFP4: each E2M1 column holds 0, 1, 2, 3, 4, 6, 8 or 12 half units; 22 columns reach 255.
@@ -32,7 +32,7 @@ from jaxtyping import Array, BFloat16, Float32, Int32, UInt8
 from jax_megamoe import _checks
 from jax_megamoe.config import ExpertSpec
 from jax_megamoe.formats import GROUPED_LAYOUTS
-from jax_megamoe.plan.folding import COLUMNS, first_column, unfoldable
+from jax_megamoe.plan.folding import COLUMNS, unfoldable
 from jax_megamoe.weights.layout import UTCCP
 from jax_megamoe.weights.params import ExpertWeights, check_weights
 
@@ -147,7 +147,7 @@ def _whole(sign: Array, half_units: Array, exponents: Array) -> Array:
 
 
 def fold_biases(config: ExpertSpec, weights: ExpertWeights, hidden_size: int) -> ExpertWeights:
-    """Parameters whose first biases stand in columns of w13 that multiply zeros otherwise.
+    """Parameters whose first biases stand in the last columns of w13, which multiplied zeros.
 
     `mega_moe` puts the constant into the tokens' columns and adds the second biases to the
     output, so that kernels without biases run the layer. `unfold_biases` is the inverse.
@@ -177,7 +177,7 @@ def fold_biases(config: ExpertSpec, weights: ExpertWeights, hidden_size: int) ->
             expected = "finite bfloat16 values, which a group of columns holds exactly"
             hint = "round them, or leave the biases as they are: xla runs them"
             raise ValueError(_checks.message("weights.w13_bias", expected, "others", hint))
-    fields = dict(w13_weight=folded["weight"], w13_bias=None, bias_column=column)
+    fields = dict(w13_weight=folded["weight"], w13_bias=None)
     return replace(weights, **fields, w13_weight_scale=folded.get("scale"))
 
 
@@ -186,14 +186,20 @@ def unfold_biases(weights: ExpertWeights) -> ExpertWeights:
 
     The columns are 0 then, under the scales of the columns before them.
     """
-    if weights.bias_column is None:
+    if not weights.folds_biases:
         return weights
     arrays = dict(weight=weights.w13_weight)
     if weights.w13_weight_scale is not None:
         arrays["scale"] = weights.w13_weight_scale
-    plain = _unfolded(arrays, form=weights.format, column=weights.bias_column)
-    fields = dict(w13_weight=plain["weight"], w13_bias=plain["bias"], bias_column=None)
+    plain = _unfolded(arrays, form=weights.format, column=_last(weights))
+    fields = dict(w13_weight=plain["weight"], w13_bias=plain["bias"])
     return replace(weights, **fields, w13_weight_scale=plain.get("scale"))
+
+
+def _last(weights: ExpertWeights) -> int:
+    """The first of the last columns."""
+    values = 2 if weights.format == "mxfp4" else 1
+    return values * weights.w13_weight.shape[-1] - COLUMNS[weights.format]
 
 
 def _column(config: ExpertSpec, weights: ExpertWeights, hidden_size: int) -> int:
@@ -204,16 +210,15 @@ def _column(config: ExpertSpec, weights: ExpertWeights, hidden_size: int) -> int
         expected = "the layout of a fused kernel: the grouped products add biases"
         raise ValueError(_checks.message("weights.layout", expected, repr(weights.layout)))
     if weights.w13_bias is None:
-        got = "none" if weights.bias_column is None else "folded ones"
+        got = "folded ones" if weights.folds_biases else "none"
         raise ValueError(_checks.message("weights.w13_bias", "biases", got))
     if weights.shared is not None:
         expected = "none beside folded biases, whose constant it would multiply"
         hint = "pass it to mega_moe as a function"
         raise ValueError(_checks.message("weights.shared", expected, "a fused one", hint))
     size = _checks.integer("hidden_size", hidden_size, minimum=1)
-    column = first_column(config, size)
-    if column is None:
-        width = COLUMNS[config.weight_format.name]
+    column, width = _last(weights), COLUMNS[weights.format]
+    if size > column:
         expected = f"{width} columns beyond the model's hidden_size {size}"
         hint = "make the config with a larger hidden_size"
         raise ValueError(_checks.message("config.hidden_size", expected, config.hidden_size, hint))

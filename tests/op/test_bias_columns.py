@@ -39,11 +39,11 @@ def host(y: jax.Array) -> np.ndarray:
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_equals_the_layer_with_biases(form: str) -> None:
-    """`reference`, and the oracle, add unfolded biases; `xla` multiplies the columns."""
+    """Both implementations multiply the columns; the oracle unfolds them."""
     cfg, weights, folded = layer(form)
     args = inputs(cfg)
     want = mm.mega_moe(*args, weights, config=cfg, implementation="xla")
-    plain = replace(folded, bias_column=None, w2_bias=None)
+    plain = replace(folded, w2_bias=None)
     without = mm.mega_moe(*args, plain, config=cfg, implementation="xla")
     assert cases.relative_error(host(without), host(want)) > 0.3
     limit = tolerances.AGREEMENT[form].norm + tolerances.SECOND_BIASES
@@ -101,7 +101,7 @@ def test_gradients(num_ranks: int) -> None:
     """As of the layer with biases; of tokens 0 where the constant is."""
     cfg, weights, folded = layer("bf16")
     x, ids, factors = inputs(cfg)
-    x = x.at[:, HIDDEN : HIDDEN + 1].set(0)
+    x = x.at[:, -1:].set(0)
     places: dict[str, Any] = {}
     if num_ranks > 1:
         places = dict(mesh=cases.ep_mesh(num_ranks), axis="ep")
@@ -123,7 +123,7 @@ def test_layers_keep_them() -> None:
     cfg, _, folded = layer("mxfp8")
     args = inputs(cfg)
     made = mm.MegaMoE(cfg, folded)
-    assert made.weights.bias_column == HIDDEN
+    assert made.weights.folds_biases
     want = mm.mega_moe(*args, folded, config=cfg)
     np.testing.assert_array_equal(host(made(*args)), host(want))
     batched = [jnp.stack([each, each[::-1]])[:, : TOKENS // 2] for each in args]

@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 import jax_megamoe as mm
 from jax_megamoe.formats import RECIPES
 from jax_megamoe.numerics.tokens import quantize_tokens
-from jax_megamoe.plan.folding import COLUMNS, CONSTANTS, first_column
+from jax_megamoe.plan.folding import COLUMNS, CONSTANTS
 from jax_megamoe.weights import folded_biases
 from jax_megamoe.weights.experts import dequantize_biases
 from jax_megamoe.weights.params import check_weights
@@ -97,9 +97,8 @@ def test_tokens_hold_the_constant_exactly(form: str) -> None:
     cfg = cases.config(form)
     rows = np.random.default_rng(0).standard_normal((4, cfg.hidden_size))
     x = jnp.asarray(rows * np.array([[1e30], [1e-30], [1.0], [0.0]]), jnp.bfloat16)
-    column = first_column(cfg, HIDDEN)
-    assert column == HIDDEN
-    places = slice(column, column + COLUMNS[form])
+    column = cfg.hidden_size - COLUMNS[form]
+    places = slice(column, None)
     decoded = jax.jit(lambda x: quantize_tokens(x, cfg.recipe).decoded().astype(jnp.float32))
     tokens, plain = decoded(x.at[:, places].set(CONSTANTS[form])), decoded(x)
     np.testing.assert_array_equal(tokens[:, places], np.float32(CONSTANTS[form]))
@@ -141,11 +140,11 @@ def test_parameters_fold_and_unfold(form: str) -> None:
     cfg, weights = biased(form)
     folded = mm.fold_biases(cfg, weights, HIDDEN)
     check_weights(cfg, folded)
-    assert folded.bias_column == HIDDEN and folded.w13_bias is None
+    assert folded.folds_biases and folded.w13_bias is None and not weights.folds_biases
     assert folded.w2_bias is weights.w2_bias and folded.w2_weight is weights.w2_weight
     assert folded.num_bytes == weights.num_bytes - weights.w13_bias.nbytes
     back = mm.unfold_biases(folded)
-    assert back.bias_column is None and mm.unfold_biases(weights) is weights
+    assert not back.folds_biases and mm.unfold_biases(weights) is weights
     for name in ("w13_weight", "w13_bias"):
         got, want = (np.asarray(getattr(each, name)) for each in (back, weights))
         np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8), err_msg=name)
@@ -184,7 +183,7 @@ def test_other_layouts_get_the_biases_back() -> None:
     folded = mm.fold_biases(cfg, weights, HIDDEN)
     for layout in ("humming_bf16", "flashinfer_mxfp4"):
         got, want = (mm.to_layout(each, layout) for each in (folded, weights))
-        assert got.bias_column is None
+        assert not got.folds_biases
         np.testing.assert_array_equal(
             np.asarray(got.w13_bias).view(np.uint32), np.asarray(want.w13_bias).view(np.uint32)
         )
@@ -198,7 +197,7 @@ def test_saved_parameters_are_unfolded(tmp_path: Any) -> None:
     mm.save_experts(tmp_path / "a", cfg, weights)
     mm.save_experts(tmp_path / "b", cfg, mm.fold_biases(cfg, weights, HIDDEN))
     one, other = (mm.load_converted(tmp_path / name, cfg) for name in "ab")
-    assert other.bias_column is None
+    assert not other.folds_biases
     np.testing.assert_array_equal(other.w13_weight, one.w13_weight)
     np.testing.assert_array_equal(
         np.asarray(other.w13_bias).view(np.uint32), np.asarray(one.w13_bias).view(np.uint32)
@@ -250,21 +249,17 @@ def test_a_fused_shared_expert_would_multiply_the_constant() -> None:
                                          r"got a fused one; pass it to mega_moe"):  # fmt: skip
         mm.fold_biases(cfg, weights, HIDDEN)
     with pytest.raises(ValueError, match=r"weights.shared: expected none beside folded biases"):
-        check_weights(cfg, replace(weights, w13_bias=None, bias_column=HIDDEN))
+        check_weights(cfg, replace(weights, w13_bias=None))
 
 
 def test_what_parameters_may_say() -> None:
+    """Second biases alone mean folded ones, where the recipe and the layout have such."""
     cfg, weights = biased("mxfp4")
-    folded = mm.fold_biases(cfg, weights, HIDDEN)
-    for column in (16, 256):
-        with pytest.raises(ValueError, match=rf"weights.bias_column: expected a multiple of 32 at "
-                                             rf"most 224, got {column}"):  # fmt: skip
-            check_weights(cfg, replace(folded, bias_column=column))
-    with pytest.raises(ValueError, match=r"weights.w13_bias: expected None.*, got an array"):
-        check_weights(cfg, replace(folded, w13_bias=weights.w13_bias))
-    with pytest.raises(ValueError, match=r"weights.w2_bias: expected an array, got None"):
-        check_weights(cfg, replace(folded, w2_bias=None))
+    grouped = mm.to_layout(weights, "humming_bf16")
+    text = r"weights.w13_bias: expected an array, got None; the grouped products add biases"
+    with pytest.raises(ValueError, match=text):
+        check_weights(cfg, replace(grouped, w13_bias=None))
     block = cases.config("mxfp4_block")
-    of_block = cases.weights(block)
-    with pytest.raises(ValueError, match=r"weights.bias_column: expected None for mxfp4_block"):
-        check_weights(block, replace(of_block, bias_column=192))
+    of_block = replace(cases.weights(block, biased=True), w13_bias=None)
+    with pytest.raises(ValueError, match=r"weights.w13_bias: expected an array, got None$"):
+        check_weights(block, of_block)
