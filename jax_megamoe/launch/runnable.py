@@ -195,7 +195,7 @@ def _parameter_refusal(
     has_biases = weights.w13_bias is not None or weights.w2_bias is not None
     if has_biases and not weights.folds_biases:
         expected = f"no biases for implementation {family.implementation}, or folded ones"
-        hint = "jax_megamoe.fold_biases(config, weights, hidden_size) folds them; or use xla"
+        hint = "jax_megamoe.fold_biases(config, weights) folds them; or use xla"
         return missing("weights", expected, "w13_bias and w2_bias", hint)
     if weights.layout != family.w13_layout:
         return unfit(

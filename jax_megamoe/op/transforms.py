@@ -327,16 +327,16 @@ def _backward(
     """One rank's gradients of x and topk_weights; 0 in padded rows, whatever they hold."""
     tokens, cotangent = rows
     weights = parameters.weights
+    ids, _ = _physical(tokens, parameters, call)
     if weights.folds_biases:
-        ids, _ = _physical(tokens, parameters, call)
-        wide = zero_padding(cotangent, tokens.padding_mask).astype(jnp.float32)
         tokens, parameters = _with_constant(tokens, parameters)
     x, mask, place = tokens.x, tokens.padding_mask, call.place
+    of_y = zero_padding(cotangent, mask).astype(jnp.float32)
     staged = _staged(tokens, parameters, call)
     gradients = reference.gradients if call.implementation == "reference" else xla.gradients
     of_x, of_weights = gradients(
         staged,
-        zero_padding(cotangent, mask).astype(jnp.float32),
+        of_y,
         parameters.weights,
         config=call.config,
         axis=place.axis,
@@ -345,7 +345,7 @@ def _backward(
     of_x = zero_padding(of_x, mask).astype(x.dtype)
     if weights.folds_biases:
         of_x = bias_columns.without_constant(of_x, weights)
-        of_weights += bias_columns.gradient_of_second(wide, ids, weights, place.axis)
+        of_weights += bias_columns.gradient_of_second(of_y, ids, weights, place.axis)
     return of_x, of_weights
 
 

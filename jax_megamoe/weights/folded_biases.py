@@ -146,7 +146,7 @@ def _whole(sign: Array, half_units: Array, exponents: Array) -> Array:
     return lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
 
 
-def fold_biases(config: ExpertSpec, weights: ExpertWeights, hidden_size: int) -> ExpertWeights:
+def fold_biases(config: ExpertSpec, weights: ExpertWeights) -> ExpertWeights:
     """Parameters whose first biases stand in the last columns of w13, which multiplied zeros.
 
     `mega_moe` puts the constant into the tokens' columns and adds the second biases to the
@@ -155,24 +155,24 @@ def fold_biases(config: ExpertSpec, weights: ExpertWeights, hidden_size: int) ->
     Args:
         config: the layer; its hidden_size is larger than the model's.
         weights: its parameters with biases of bfloat16 values, in the layout of a fused kernel.
-        hidden_size: of the model: columns from there on are 0.
 
     Raises:
         ValueError: parameters that are not the config's, without biases or with folded ones, in a
-            layout of the grouped products, or with a fused shared expert; too few columns, or
-            columns that are not 0; biases that are no finite bfloat16 values.
+            layout of the grouped products, or with a fused shared expert; last columns that are not
+            0; biases that are no finite bfloat16 values.
         NotImplementedError: a recipe that holds no bias exactly.
     """
     check_weights(config, weights)
-    column = _column(config, weights, hidden_size)
+    column = _column(config, weights)
     arrays = dict(weight=weights.w13_weight, bias=weights.w13_bias)
     if weights.w13_weight_scale is not None:
         arrays["scale"] = weights.w13_weight_scale
     folded, is_bfloat16, is_free = _folded(arrays, form=weights.format, column=column)
     if not isinstance(is_free, Tracer):
         if not bool(is_free):
-            expected = f"columns of zeros from hidden_size = {hidden_size} on"
-            raise ValueError(_checks.message("weights.w13_weight", expected, "weights there"))
+            expected = f"zeros in the last {COLUMNS[weights.format]} columns"
+            hint = "make the config with a larger hidden_size than the model's"
+            raise ValueError(_checks.message("weights.w13_weight", expected, "others", hint))
         if not bool(is_bfloat16):
             expected = "finite bfloat16 values, which a group of columns holds exactly"
             hint = "round them, or leave the biases as they are: xla runs them"
@@ -202,7 +202,7 @@ def _last(weights: ExpertWeights) -> int:
     return values * weights.w13_weight.shape[-1] - COLUMNS[weights.format]
 
 
-def _column(config: ExpertSpec, weights: ExpertWeights, hidden_size: int) -> int:
+def _column(config: ExpertSpec, weights: ExpertWeights) -> int:
     reason = unfoldable(config)
     if reason is not None:
         raise reason.error()
@@ -216,13 +216,7 @@ def _column(config: ExpertSpec, weights: ExpertWeights, hidden_size: int) -> int
         expected = "none beside folded biases, whose constant it would multiply"
         hint = "pass it to mega_moe as a function"
         raise ValueError(_checks.message("weights.shared", expected, "a fused one", hint))
-    size = _checks.integer("hidden_size", hidden_size, minimum=1)
-    column, width = _last(weights), COLUMNS[weights.format]
-    if size > column:
-        expected = f"{width} columns beyond the model's hidden_size {size}"
-        hint = "make the config with a larger hidden_size"
-        raise ValueError(_checks.message("config.hidden_size", expected, config.hidden_size, hint))
-    return column
+    return _last(weights)
 
 
 @partial(jax.jit, static_argnames=("form", "column"))

@@ -79,7 +79,7 @@ def test_biases_fall_back(
         "weights: expected no biases for implementation deep_gemm, or folded ones, got w13_bias "
         "and w2_bias"
     )
-    hint = r"jax_megamoe.fold_biases\(config, weights, hidden_size\) folds them; or use xla"
+    hint = r"jax_megamoe.fold_biases\(config, weights\) folds them; or use xla"
     with pytest.raises(NotImplementedError, match=f"^{text}; {hint}$"):
         call(cfg, weights=biased, **place)
     assert text in fallback(cfg, caplog, weights=biased, **place)

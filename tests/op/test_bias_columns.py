@@ -24,7 +24,7 @@ def layer(form: str, **changes: Any) -> tuple[mm.MoEConfig, mm.ExpertWeights, mm
     """Config, parameters with biases, and the same folded."""
     cfg = cases.config(form, activation=cases.ACTIVATIONS["gpt_oss"], **changes)
     weights = cases.filled_up(cfg, HIDDEN)
-    return cfg, weights, mm.fold_biases(cfg, weights, HIDDEN)
+    return cfg, weights, mm.fold_biases(cfg, weights)
 
 
 def inputs(cfg: mm.MoEConfig) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -138,7 +138,7 @@ def biased(form: str, **changes: Any) -> tuple[mm.MoEConfig, mm.ExpertWeights]:
 @pytest.mark.parametrize("form", FORMATS)
 def test_parameters_fold_and_unfold(form: str) -> None:
     cfg, weights = biased(form)
-    folded = mm.fold_biases(cfg, weights, HIDDEN)
+    folded = mm.fold_biases(cfg, weights)
     check_weights(cfg, folded)
     assert folded.folds_biases and folded.w13_bias is None and not weights.folds_biases
     assert folded.w2_bias is weights.w2_bias and folded.w2_weight is weights.w2_weight
@@ -165,7 +165,7 @@ def test_sharded_parameters(kind: AxisType) -> None:
     cfg, weights = biased("mxfp4")
     mesh = cases.ep_mesh(4, kind)
     spread = cases.sharded(weights, weights.partition_specs("ep"), mesh)
-    folded, want = mm.fold_biases(cfg, spread, HIDDEN), mm.fold_biases(cfg, weights, HIDDEN)
+    folded, want = mm.fold_biases(cfg, spread), mm.fold_biases(cfg, weights)
     for name, array in folded.arrays().items():
         assert array.sharding.spec[0] == "ep", name
         np.testing.assert_array_equal(
@@ -180,7 +180,7 @@ def test_sharded_parameters(kind: AxisType) -> None:
 
 def test_other_layouts_get_the_biases_back() -> None:
     cfg, weights = biased("mxfp4")
-    folded = mm.fold_biases(cfg, weights, HIDDEN)
+    folded = mm.fold_biases(cfg, weights)
     for layout in ("humming_bf16", "flashinfer_mxfp4"):
         got, want = (mm.to_layout(each, layout) for each in (folded, weights))
         assert not got.folds_biases
@@ -195,7 +195,7 @@ def test_other_layouts_get_the_biases_back() -> None:
 def test_saved_parameters_are_unfolded(tmp_path: Any) -> None:
     cfg, weights = biased("mxfp4")
     mm.save_experts(tmp_path / "a", cfg, weights)
-    mm.save_experts(tmp_path / "b", cfg, mm.fold_biases(cfg, weights, HIDDEN))
+    mm.save_experts(tmp_path / "b", cfg, mm.fold_biases(cfg, weights))
     one, other = (mm.load_converted(tmp_path / name, cfg) for name in "ab")
     assert not other.folds_biases
     np.testing.assert_array_equal(other.w13_weight, one.w13_weight)
@@ -215,31 +215,27 @@ def test_saved_parameters_are_unfolded(tmp_path: Any) -> None:
 def test_recipes_that_hold_no_bias(form: str, error: type[Exception], text: str) -> None:
     cfg = cases.config(form)
     with pytest.raises(error, match=text):
-        mm.fold_biases(cfg, cases.weights(cfg, biased=True), HIDDEN)
+        mm.fold_biases(cfg, cases.weights(cfg, biased=True))
 
 
 def test_errors() -> None:
     cfg, weights = biased("mxfp4")
-    text = r"config.hidden_size: expected 32 columns beyond the model's hidden_size 225, got 256; "
-    with pytest.raises(ValueError, match=text + "make the config with a larger"):
-        mm.fold_biases(cfg, weights, 225)
-    with pytest.raises(ValueError, match=r"weights.w13_weight: expected columns of zeros from "
-                                         r"hidden_size = 160 on, got weights there"):  # fmt: skip
-        mm.fold_biases(cfg, weights, 160)
-    with pytest.raises(TypeError, match=r"hidden_size: expected an integer"):
-        mm.fold_biases(cfg, weights, 1.5)  # pyright: ignore[reportArgumentType]
+    full = cases.weights(cfg, biased=True)
+    text = r"weights.w13_weight: expected zeros in the last 32 columns, got others; make the config"
+    with pytest.raises(ValueError, match=text):
+        mm.fold_biases(cfg, full)
     for value in (1 + 2.0**-9, np.inf):
         other = replace(weights, w13_bias=weights.w13_bias.at[1, 3].set(value))
         with pytest.raises(ValueError, match=r"weights.w13_bias: expected finite bfloat16 values"
                                              r".* got others; round them"):  # fmt: skip
-            mm.fold_biases(cfg, other, HIDDEN)
-    folded = mm.fold_biases(cfg, weights, HIDDEN)
+            mm.fold_biases(cfg, other)
+    folded = mm.fold_biases(cfg, weights)
     for each, got in ((folded, "folded ones"), (cases.weights(cfg), "none")):
         with pytest.raises(ValueError, match=f"weights.w13_bias: expected biases, got {got}"):
-            mm.fold_biases(cfg, each, HIDDEN)
+            mm.fold_biases(cfg, each)
     with pytest.raises(ValueError, match=r"weights.layout: expected the layout of a fused kernel"
                                          r".*got 'humming_bf16'"):  # fmt: skip
-        mm.fold_biases(cfg, mm.to_layout(weights, "humming_bf16"), HIDDEN)
+        mm.fold_biases(cfg, mm.to_layout(weights, "humming_bf16"))
 
 
 def test_a_fused_shared_expert_would_multiply_the_constant() -> None:
@@ -247,7 +243,7 @@ def test_a_fused_shared_expert_would_multiply_the_constant() -> None:
     weights = replace(cases.weights(cfg), **vars(cases.weights(cfg, biased=True)))
     with pytest.raises(ValueError, match=r"weights.shared: expected none beside folded biases.*"
                                          r"got a fused one; pass it to mega_moe"):  # fmt: skip
-        mm.fold_biases(cfg, weights, HIDDEN)
+        mm.fold_biases(cfg, weights)
     with pytest.raises(ValueError, match=r"weights.shared: expected none beside folded biases"):
         check_weights(cfg, replace(weights, w13_bias=None))
 
