@@ -55,6 +55,7 @@ _register_pytrees()
 if TYPE_CHECKING:
     from jax_megamoe.nn.block import MegaMoEBlock as MegaMoEBlock
     from jax_megamoe.nn.layer import MegaMoE as MegaMoE
+    from jax_megamoe.nn.variables import ExpertVariable as ExpertVariable
     from jax_megamoe.weights.checkpoint.convert import convert_checkpoint as convert_checkpoint
     from jax_megamoe.weights.checkpoint.converted import load_converted as load_converted
     from jax_megamoe.weights.checkpoint.converted import save_experts as save_experts
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from jax_megamoe.weights.checkpoint.select import select_format as select_format
 
 _ON_FIRST_USE = {
+    "ExpertVariable": "nn.variables",
     "MegaMoE": "nn.layer",
     "MegaMoEBlock": "nn.block",
     "convert_checkpoint": "weights.checkpoint.convert",

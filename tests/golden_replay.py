@@ -21,12 +21,15 @@ from jax_megamoe.launch import deep_gemm, launcher
 from jax_megamoe.plan import check_sizes
 from jax_megamoe.plan.kernel import KernelSpec
 from jax_megamoe.plan.launch import KernelLaunch
-from jax_megamoe.weights.params import default_layout, parameter_shapes, with_max_input_scale
+from jax_megamoe.weights.params import parameter_shapes
 
 MAX_TOKEN_BYTES = 20 << 20
 NUM_DEVICES = 8
 
 _FACTORS = {"l1_alphas", "l2_alphas", "l2_act_scales", "l2_alpha"}
+BY_POINTER = "l2_activation_scale"
+"""What the records have by value, and the kernel is given by pointer here."""
+
 _DERIVED = _FACTORS | {"topk_idx", "topk_weights", "sm_locality_domains"}
 """What is computed in the jitted program, at an address that nobody else knows."""
 
@@ -139,8 +142,7 @@ def zero_weights(config: mm.MoEConfig, mesh: Mesh, input_scale: float) -> mm.Exp
     }
     if "w2_input_scale" in arrays:
         arrays["w2_input_scale"] += np.float32(input_scale)
-    names = dict(format=config.weight_format.name, layout=default_layout(config))
-    return with_max_input_scale(mm.ExpertWeights(**arrays, **names))
+    return mm.ExpertWeights(**arrays, format=config.weight_format.name)
 
 
 Known = list[tuple[str, int, int]]
@@ -208,9 +210,10 @@ def _without_tokens(
     config: mm.MoEConfig, mesh: Mesh, with_stats: bool, input_scale: float
 ) -> Replay:
     route = deep_gemm.find_route(config, [list(mesh.devices)], "ep")
-    plan = route.plan(config, 0, with_stats=with_stats, max_input_scale=input_scale)
+    plan = route.plan(config, 0, with_stats=with_stats)
     local = config.num_experts // mesh.size
     sizes = {"x": 0, "topk_ids": 0, "topk_weights": 0}
+    scale = np.full(1, input_scale, np.float32)
     for name, each in parameter_shapes(config, local).items():
         sizes[name] = math.prod(each.shape) * each.dtype.itemsize
     results = {"y": 0} | ({"stats": 4 * local} if with_stats else {})
@@ -218,6 +221,7 @@ def _without_tokens(
     places = {name: (index + 1) << 36 for index, name in enumerate([*sizes, *results])}
     tables = {name: np.frombuffer(data, np.uint8) for name, data in plan.constants}
     operands = [(places[name], size) for name, size in sizes.items()]
+    tables[BY_POINTER] = scale.view(np.uint8)
     operands += [(table.ctypes.data, table.nbytes) for table in tables.values()]
     outputs = [(places[name], size) for name, size in results.items()]
     program = launcher.program(plan, [*sizes, *tables], [*results], buffer_key=route.buffer_key)
@@ -272,10 +276,10 @@ class Observer:
             "smem": launch["smem"],
             "cluster": clusters[0] if clusters else [1, 1, 1],
             "launch_attrs": launch["launch_attrs"],
-            "args": [self.argument(want, parameter) for want, parameter in pairs],
+            "args": [self.argument(want, parameter, launch) for want, parameter in pairs],
         }
 
-    def argument(self, want: Record, parameter: Any) -> Record:
+    def argument(self, want: Record, parameter: Any, launch: Record) -> Record:
         """One parameter, read as the kind of argument that the record has in its place."""
         name = want["name"]
         if "tmap" in want:
@@ -298,6 +302,8 @@ class Observer:
             }
         if "u32" in want:
             return {"name": name, "u32": struct.unpack("<I", data)[0]}
+        if name == BY_POINTER:
+            data = bytes.fromhex(launch["peeked"])
         # The records have nine digits, which tell every float32.
         return {"name": name, "f32": float(f"{struct.unpack('<f', data)[0]:.9g}")}
 

@@ -16,7 +16,8 @@ from jax_megamoe.numerics import expert
 from jax_megamoe.numerics.tokens import quantize_tokens
 from jax_megamoe.plan.grouped import layer as layers
 from jax_megamoe.plan.grouped.layer import GroupedLayer
-from jax_megamoe.weights.experts import dequantize_experts, random_experts
+from jax_megamoe.weights.drawn import random_experts
+from jax_megamoe.weights.experts import dequantize_experts
 from jax_megamoe.weights.layout import w13_from_kernel
 from jax_megamoe.weights.params import ExpertWeights
 from jax_megamoe.weights.regroup import to_grouped

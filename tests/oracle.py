@@ -247,13 +247,26 @@ def _rows(weight, layout: str) -> list[list[int]]:
     return [[row_of(r, half, layout) for r in range(inter)] for half in (0, 1)]
 
 
+def _untiled(w: ExpertWeights) -> dict[str, np.ndarray]:
+    """The fields of routed experts, rows of tiles one after another."""
+    arrays = {n: np.asarray(a) for n, a in w.arrays().items() if "shared" not in n}
+    if w.layout == "sgl_fp4":
+        e, tiles, rows, k = arrays["w13_weight"].shape
+        arrays["w13_weight"] = arrays["w13_weight"].reshape(e, tiles * rows, k)
+        arrays["w13_weight_scale"] = arrays["w13_weight_scale"].reshape(e, -1, tiles * rows)
+        if "w13_bias" in arrays:
+            arrays["w13_bias"] = arrays["w13_bias"].reshape(e, tiles * rows)
+    return arrays
+
+
 def experts(w: ExpertWeights, form: str) -> list[np.ndarray]:
     """gate [E, I, H], up [E, I, H], down [E, H, I]."""
-    gates = _rows(w.w13_weight, w.layout)
+    arrays = _untiled(w)
+    gates = _rows(arrays["w13_weight"], w.layout)
     down_rows = list(range(w.w2_weight.shape[1] * (128 if form == "mxfp4_block" else 1)))
     parts: list[list[np.ndarray]] = [[], [], []]
     for e in range(w.w13_weight.shape[0]):
-        one = {n: np.asarray(a)[e] for n, a in w.arrays().items() if "shared" not in n}
+        one = {name: array[e] for name, array in arrays.items()}
         w13, s13 = one["w13_weight"], one.get("w13_weight_scale")
         w2, s2 = one["w2_weight"], one.get("w2_weight_scale")
         for half in (0, 1):
@@ -285,5 +298,6 @@ def biases(w: ExpertWeights) -> list[np.ndarray] | None:
     """gate [E, I], up [E, I] and down [E, H]; None without biases."""
     if w.w13_bias is None:
         return None
-    gate, up = _rows(w.w13_weight, w.layout)
-    return [np.asarray(w.w13_bias)[:, gate], np.asarray(w.w13_bias)[:, up], np.asarray(w.w2_bias)]
+    arrays = _untiled(w)
+    gate, up = _rows(arrays["w13_weight"], w.layout)
+    return [arrays["w13_bias"][:, gate], arrays["w13_bias"][:, up], arrays["w2_bias"]]

@@ -41,7 +41,7 @@ ROOMS = {
         "checkpoint.families checkpoint.fields checkpoint.patterns checkpoint.dialects "
         "checkpoint.header checkpoint.tensors layout flashinfer_layout flashinfer_factors packed "
         "grouped params regroup requantize checkpoint.buffers checkpoint.projection "
-        "checkpoint.select experts relayout move checkpoint.converted checkpoint.gather "
+        "checkpoint.select experts drawn relayout move checkpoint.converted checkpoint.gather "
         "checkpoint.load checkpoint.block_tensors checkpoint.convert checkpoint",
     ),
     "routing": ("_checks config mesh numerics weights", "router replicas rebalance stats"),
@@ -62,7 +62,8 @@ ROOMS = {
     ),
     "nn": (
         "_checks config formats launch mesh numerics op plan routing weights",
-        "replicated hf_config storage weighed_input shared_expert router_layer layer block",
+        "variables hf_config block_checks storage weighed_input shared_expert router_layer layer "
+        "block",
     ),
     "cli": (
         "_checks _files compile config formats launch nn op plan runtime weights",

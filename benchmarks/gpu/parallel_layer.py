@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 import jax_megamoe as mm
-from jax_megamoe.weights.experts import random_experts
+from jax_megamoe.weights.drawn import random_experts
 
 Json = dict[str, Any]
 

@@ -36,6 +36,7 @@ from jaxtyping import Array
 import jax_megamoe as mm
 from jax_megamoe.plan import plan_mega_moe
 from jax_megamoe.runtime.devices import device_spec
+from jax_megamoe.weights.experts import random_experts
 from jax_megamoe.weights.flashinfer_layout import TILE_BYTES
 from jax_megamoe.weights.params import ExpertWeights, parameter_shapes
 
@@ -87,7 +88,7 @@ def random_layers(cfg: mm.MoEConfig, mesh: Mesh, num_layers: int) -> ExpertWeigh
             )
         )
         made[f"{name}_scale_2"] = fill()
-    like = jax.eval_shape(partial(mm.random_experts, cfg), jax.random.key(0))
+    like = jax.eval_shape(partial(random_experts, cfg), jax.random.key(0))
     return jax.tree.unflatten(jax.tree.structure(like), [made[name] for name in like.arrays()])
 
 

@@ -13,7 +13,7 @@ from jax_megamoe.compile import compile_many
 from jax_megamoe.config import Activation, MoEConfig
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.launch import KernelLaunch, LaunchPlan
-from jax_megamoe.weights.experts import random_experts
+from jax_megamoe.weights.drawn import random_experts
 from jax_megamoe.weights.params import ExpertWeights
 
 MAX_TOKENS = 4096

@@ -12,6 +12,7 @@ from jax_megamoe._checks import message
 from jax_megamoe.compile.errors import CompileError
 from jax_megamoe.compile.sources import KernelSource
 from jax_megamoe.plan.families.flashinfer_launch import WIDE_INTERMEDIATE
+from jax_megamoe.plan.families.vllm_sm100_nvfp4 import SCALE_BY_POINTER
 from jax_megamoe.plan.grouped import humming_unit
 from jax_megamoe.plan.kernel import KernelSpec
 
@@ -30,7 +31,7 @@ _FORMS = {
 """What each text of a spec must be, as a whole."""
 
 _MACRO = re.compile(r"#define [A-Z][A-Z0-9_]* \d+\n")
-_PRELUDES = ("", WIDE_INTERMEDIATE)
+_PRELUDES = ("", WIDE_INTERMEDIATE, SCALE_BY_POINTER)
 """What a prelude may hold beside macros that are numbers."""
 
 

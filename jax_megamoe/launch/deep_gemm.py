@@ -73,12 +73,10 @@ class Route:
         routing: Routing | None = None,
         *,
         with_stats: bool = False,
-        max_input_scale: float | None = None,
     ) -> LaunchPlan:
         """The plan of a call with `num_tokens` rows on each rank, staged by this package.
 
-        routing None: logical ids alone, without a padding mask or a replica map. max_input_scale is
-        that of the weights.
+        routing None: logical ids alone, without a padding mask or a replica map.
         """
         return plan_mega_moe(
             config if self.fuses_shared else unfused(config),
@@ -87,7 +85,7 @@ class Route:
             self.num_ranks,
             self.source,
             with_stats=with_stats,
-            l2_activation_scale=1.0 if max_input_scale is None else max_input_scale,
+            l2_activation_scale=None,
             routing=routing or Routing(num_logical=config.logical_experts),
             staging_by="jax_megamoe",
         )
@@ -320,13 +318,7 @@ def moe(
         padding_mask=padding_mask is not None,
         max_replicas=0 if eplb is None else eplb.logical_to_physical.shape[1],
     )
-    plan = route.plan(
-        config,
-        x.shape[0],
-        routing,
-        with_stats=with_stats,
-        max_input_scale=weights.max_input_scale,
-    )
+    plan = route.plan(config, x.shape[0], routing, with_stats=with_stats)
     results |= {name: jax.ShapeDtypeStruct(*like) for name, *like in plan.scratch}
     _build(plan)
     out = launcher.launch(plan, operands, results, buffer_key=route.buffer_key, command_buffer=True)

@@ -31,12 +31,12 @@ def _folded(weights: ExpertWeights, axis: Axis | None) -> dict[str, Array]:
     }
 
 
-def _input_scale_by_value(weights: ExpertWeights, axis: Axis | None) -> dict[str, Array]:
-    """w2_weight_scale_2 [E], NaN where the number that the kernel takes by value is not the arrays'
-    largest scale (after an update of the arrays alone), so that no output is quietly wrong."""
+def _input_scale_apart(weights: ExpertWeights, axis: Axis | None) -> dict[str, Array]:
+    """l2_activation_scale [1], the one scale of second inputs; w2_weight_scale_2 [E], which takes
+    it back."""
     scale = expert.input_scale(weights.w2_input_scale, axis)
-    as_traced = scale == weights.max_input_scale
-    return {"w2_weight_scale_2": jnp.where(as_traced, weights.w2_weight_scale_2, jnp.nan)}
+    factors = weights.w2_weight_scale_2 * scale
+    return {"w2_weight_scale_2": factors, "l2_activation_scale": scale.reshape(1)}
 
 
 FACTORS: Mapping[FactorRule, Rule] = MappingProxyType(
@@ -44,7 +44,7 @@ FACTORS: Mapping[FactorRule, Rule] = MappingProxyType(
         "none": _none,
         "as_stored": _none,
         "folded": _folded,
-        "input_scale_by_value": _input_scale_by_value,
+        "input_scale_apart": _input_scale_apart,
     }
 )
 """Operands of a launch that replace the weights' own, by rule: from one rank's weights and the

@@ -202,12 +202,6 @@ def _parameter_refusal(
             repr(weights.layout),
             f"jax_megamoe.to_layout(weights, {family.w13_layout!r}) moves them",
         )
-    if family.factors == "input_scale_by_value" and weights.max_input_scale is None:
-        expected = (
-            f"the largest w2_input_scale as a number: {family.source}'s kernel takes it by value"
-        )
-        hint = "make or load the weights outside jit"
-        return unfit("weights.max_input_scale", expected, None, hint)
     return None
 
 

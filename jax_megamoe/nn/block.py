@@ -1,5 +1,6 @@
 """`MegaMoEBlock`, a Flax (nnx) module: a router, its experts, and a shared expert."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -7,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, BFloat16, Bool, Int32
@@ -15,22 +15,27 @@ from jaxtyping import Array, BFloat16, Bool, Int32
 from jax_megamoe import _checks
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.formats import WeightFormat
+from jax_megamoe.mesh import Axis, current_mesh, reshape_rows
 from jax_megamoe.nn import storage
-from jax_megamoe.nn.hf_config import HASHED, Layers, block_spec, layers_of, read_hf_config
+from jax_megamoe.nn.block_checks import (
+    check_biases,
+    check_block_sizes,
+    check_kind,
+    concrete_mesh,
+)
+from jax_megamoe.nn.hf_config import Layers, block_spec, layers_of, read_hf_config
 from jax_megamoe.nn.layer import MegaMoE
-from jax_megamoe.nn.replicated import replicated
 from jax_megamoe.nn.router_layer import RouterLayer
 from jax_megamoe.nn.shared_expert import SharedExpert, log_unfused, unfused_reason
+from jax_megamoe.nn.variables import replicated
 from jax_megamoe.nn.weighed_input import plus_shared, weighed
-from jax_megamoe.op.mega_moe import place_of
+from jax_megamoe.op.transforms import widened
 from jax_megamoe.routing.replicas import ReplicaMap
 from jax_megamoe.routing.router import Router
 from jax_megamoe.weights.checkpoint.block_tensors import BlockTensors
 from jax_megamoe.weights.checkpoint.families import GateUpOrder
 from jax_megamoe.weights.checkpoint.load import Pairs, load_experts
 from jax_megamoe.weights.checkpoint.select import format_of
-from jax_megamoe.weights.experts import random_experts
-from jax_megamoe.weights.params import ExpertWeights, with_zero_biases
 
 
 class MegaMoEBlock(nnx.Module):
@@ -51,7 +56,7 @@ class MegaMoEBlock(nnx.Module):
         storage: how the model stores experts, for `load`; None likewise.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (one keyword for each part of a block)
         self,
         config: MoEConfig,
         router: Router,
@@ -60,8 +65,11 @@ class MegaMoEBlock(nnx.Module):
         shared_size: int = 0,
         has_shared_gate: bool = False,
         has_expert_biases: bool = False,
+        shared_format: str | None = None,
+        shared_stored: str | None = None,
         mesh: Mesh | None = None,
-        axis: str | tuple[str, ...] | None = None,
+        axis: Axis | None = None,
+        token_axes: Axis | None = None,
         implementation: str | None = None,
         rngs: nnx.Rngs,
     ) -> None:
@@ -76,8 +84,15 @@ class MegaMoEBlock(nnx.Module):
                 has.
             has_shared_gate: whether a sigmoid gate weighs the shared expert's output.
             has_expert_biases: whether the routed experts' matmuls add biases.
-            mesh: where to shard the experts; needs `axis`. The rest is replicated.
+            shared_format: precision to fuse the shared expert in, whatever it is stored in; None:
+                it is fused only where that is the precision it is stored in, and else runs in
+                bfloat16.
+            shared_stored: how the shared expert is stored, such as ``"bf16"`` or ``"mxfp8"``; None:
+                not known yet, `load` will see.
+            mesh: where to shard the experts; None: over the current mesh (`jax.set_mesh`), if it
+                has `axis`. The rest is replicated.
             axis: the expert-parallel mesh axis, or several.
+            token_axes: see `mega_moe`.
             implementation: of the experts, see `mega_moe`.
             rngs: source of the parameters (its ``params`` stream).
 
@@ -87,27 +102,36 @@ class MegaMoEBlock(nnx.Module):
         _checks.integer("shared_size", shared_size)
         own = (config.hidden_size, config.intermediate_size)
         self.stored_sizes = own if stored_sizes is None else stored_sizes
-        _check_sizes(config, router, self.stored_sizes, shared_size)
+        check_block_sizes(config, router, self.stored_sizes, shared_size)
         shared_size = shared_size or config.shared_size
         if has_shared_gate and not shared_size:
             expected = "False where there is no shared expert"
             raise ValueError(_checks.message("has_shared_gate", expected, True))
+        self.shared_format, self.shared_stored = shared_format, shared_stored
+        wanted = shared_format
+        if wanted is None and shared_stored in config.recipe.shared_formats:
+            wanted = shared_stored
+        if wanted is not None:
+            config = replace(config, shared_format=wanted)
+        kept = shared_stored if shared_format is None else None
         is_whole, weighs = own == self.stored_sizes, router.weighs_input
-        reason = unfused_reason(config, shared_size, is_whole, has_shared_gate, weighs)
+        reason = unfused_reason(config, shared_size, is_whole, has_shared_gate, weighs, kept)
         if reason:
             log_unfused(config, reason)
         fused = shared_size // config.intermediate_size if reason is None else 0
         self.config = config = replace(config, num_shared_experts=fused)
         self.layers: Layers | None = None
         self.storage: storage.Storage | None = None
-        self.router = RouterLayer(router, self.hidden_size, mesh=mesh, rngs=rngs)
-        weights = random_experts(config, rngs.params())
+        spread = current_mesh(axis) if mesh is None else mesh
+        self.router = RouterLayer(router, self.hidden_size, mesh=spread, rngs=rngs)
         self.experts = MegaMoE(
             config,
-            with_zero_biases(config, weights) if has_expert_biases else weights,
             mesh=mesh,
             axis=axis,
+            token_axes=token_axes,
             implementation=implementation,
+            has_biases=has_expert_biases,
+            rngs=rngs,
         )
         self.shared_expert = (
             None
@@ -117,7 +141,7 @@ class MegaMoEBlock(nnx.Module):
                 shared_size,
                 activation=config.activation,
                 has_gate=has_shared_gate,
-                mesh=mesh,
+                mesh=spread,
                 rngs=rngs,
             )
         )
@@ -129,7 +153,8 @@ class MegaMoEBlock(nnx.Module):
         *,
         layer_index: int | None = None,
         mesh: Mesh | None = None,
-        axis: str | tuple[str, ...] | None = None,
+        axis: Axis | None = None,
+        token_axes: Axis | None = None,
         max_num_tokens: int,
         weight_format: str | WeightFormat | None = None,
         implementation: str | None = None,
@@ -144,7 +169,8 @@ class MegaMoEBlock(nnx.Module):
             layer_index: the layer; needed where layers differ (DeepSeek-V4's first ones look their
                 experts up by token id). None: one that chooses experts by score.
             mesh: see `MegaMoEBlock`, as for axis and implementation.
-            axis: see there.
+            axis: see there, as for token_axes.
+            token_axes: see there.
             max_num_tokens: most tokens a rank passes in one call.
             weight_format: see `MoEConfig`; None: as the checkpoint stores the experts. Which layers
                 its config excludes from quantisation is certain after `load` only.
@@ -184,8 +210,11 @@ class MegaMoEBlock(nnx.Module):
             shared_size=spec.shared_size,
             has_shared_gate=spec.has_shared_gate,
             has_expert_biases=spec.has_expert_biases,
+            shared_format=config.get("shared_format"),
+            shared_stored=storage.shared_scheme(raw, spec.prefix, layer_index),
             mesh=mesh,
             axis=axis,
+            token_axes=token_axes,
             implementation=implementation,
         )
         block = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))) if rngs is None else make(rngs=rngs)
@@ -213,10 +242,10 @@ class MegaMoEBlock(nnx.Module):
 
         Args:
             x: bfloat16 [..., H], H the model's hidden size. All but the last dimension are tokens,
-                which the mesh axis splits along the first.
+                which the mesh axis splits along the first; any number of them, see `MegaMoE`.
             token_ids: int32 [...], for a router with a table; -1 routes nowhere.
             padding_mask: bool [...], True for rows that are no tokens, whose output is 0.
-            eplb: where replicas are.
+            eplb: where replicas are, in place of the experts' own map.
             return_stats: also return what `mega_moe` returns for it.
             return_routing: also return the `Routing`, logical ids before they are mapped to
                 replicas, [T, K] of the flattened tokens.
@@ -231,19 +260,20 @@ class MegaMoEBlock(nnx.Module):
         batch = getattr(x, "ndim", 1) - 1
         _checks.shape("x", x, (*("batch",) * batch, self.hidden_size))
         lead = x.shape[:-1]
+        num_tokens = math.prod(lead)
         per_token = dict(token_ids=token_ids, padding_mask=padding_mask)
         for argument, array in per_token.items():
             if array is not None:
                 _checks.shape(argument, array, lead)
-                per_token[argument] = array.reshape(-1)
-        rows = x.reshape(-1, self.hidden_size)
+                per_token[argument] = reshape_rows(array, (num_tokens,))
+        rows = reshape_rows(x, (num_tokens, self.hidden_size))
         with jax.named_scope("mega_moe_block/router"):
-            place = place_of(self.config, self.experts.mesh, self.experts.axis)
+            place = self.experts.place()
             routing = self.router(rows, **per_token, place=place)
         mask, weighs = per_token["padding_mask"], self.router.settings.weighs_input
         inputs, given = weighed(rows, routing) if weighs else (rows, routing)
         result = self.experts(
-            _widened(inputs, self.config),
+            widened(inputs, self.config),
             *given,
             padding_mask=mask,
             eplb=eplb,
@@ -255,7 +285,7 @@ class MegaMoEBlock(nnx.Module):
         y = y[:, : self.hidden_size]
         if weighs and self.shared_expert is not None:
             y = plus_shared(y, rows, self.shared_expert, mask, place)
-        y = y.reshape(x.shape)
+        y = reshape_rows(y, x.shape)
         extra = (*stats, *((routing,) if return_routing else ()))
         return (y, *extra) if extra else y
 
@@ -276,7 +306,8 @@ class MegaMoEBlock(nnx.Module):
 
         A block from `from_config` without a weight_format takes the format of this layer, by the
         names found in the checkpoint: `config` changes where the model excludes the layer from
-        quantisation or stores it in floating point. A shared expert is fused or not accordingly.
+        quantisation or stores it in floating point. A shared expert is fused where the kernels can
+        run it in the precision that the checkpoint has, unless shared_format says otherwise.
 
         Args:
             checkpoint: a folder with safetensors files, one such file, or (name, array) pairs.
@@ -292,27 +323,29 @@ class MegaMoEBlock(nnx.Module):
             TypeError, NotImplementedError, FileNotFoundError: as `load_experts`.
         """
         if self.layers is not None:
-            self._check_kind(self.layers.moe_kind(layer_index), layer_index)
+            check_kind(self.router.settings, self.layers.moe_kind(layer_index), layer_index)
         tensors = BlockTensors(checkpoint, layer_index, prefix=prefix)
         made = self._as_stored(tensors, quantization_config)
         router = self.router.read(tensors)
         shared = {} if made.shared_expert is None else made.shared_expert.read(tensors)
         tensors.check_all_taken(fused_shared=made.config.num_shared_experts > 0)
         gate_up_order = gate_up_order or (self.storage and self.storage.gate_up_order)
+        mesh = concrete_mesh(self.experts.used_mesh)
         experts = load_experts(
             made.config,
             tensors.checkpoint,
             prefix=f"{tensors.prefix}.experts",
-            mesh=self.experts.mesh,
-            axis=self.experts.axis,
+            mesh=mesh,
+            axis=None if mesh is None else self.experts.axis,
             quantization_config=quantization_config,
             stored_sizes=self.stored_sizes,
             gate_up_order=gate_up_order,
             progress=progress,
         )
-        self._check_biases(experts, tensors.prefix)
-        mesh = self.experts.mesh
-        self.config, self.shared_expert = made.config, made.shared_expert
+        has_biases = getattr(self.experts, "w13_bias") is not None
+        check_biases(has_biases, experts, tensors.prefix)
+        self.config, self.shared_expert = made.config, nnx.data(made.shared_expert)
+        self.shared_stored = made.shared_stored
         for module, arrays in ((self.router, router), (self.shared_expert, shared)):
             for name, array in arrays.items():
                 kind = type(getattr(module, name))
@@ -322,24 +355,27 @@ class MegaMoEBlock(nnx.Module):
             experts,
             mesh=mesh,
             axis=self.experts.axis,
+            token_axes=self.experts.token_axes,
             implementation=self.experts.implementation,
         )
 
     def _as_stored(
         self, tensors: BlockTensors, quantization_config: Mapping[str, Any] | None
     ) -> "MegaMoEBlock":
-        """The block in the format that the experts are stored in, of shapes alone; itself where
-        that is its own, or where its format was given.
+        """The block in the formats that the experts and the shared one are stored in, of shapes
+        alone; itself where those are its own, or were given.
         """
-        if self.storage is None or not self.storage.decides_format:
+        mesh, shared = concrete_mesh(self.experts.used_mesh), self.shared_expert
+        form, own = self.config.weight_format, self.config.weight_format.name
+        if self.storage is not None and self.storage.decides_format:
+            scheme = tensors.stored_scheme(quantization_config, self.storage.quantization_config)
+            if scheme != own and not (scheme == "fp8_block" and own == "mxfp8"):
+                device = None if mesh is None else mesh.devices.flat[0]
+                form = format_of(scheme, device, f"{tensors.prefix}.experts")
+        has_shared = shared is not None or self.config.num_shared_experts > 0
+        stored = tensors.shared_scheme() if has_shared else None
+        if form.name == own and stored == self.shared_stored:
             return self
-        scheme = tensors.stored_scheme(quantization_config, self.storage.quantization_config)
-        own = self.config.weight_format.name
-        if scheme == own or (scheme == "fp8_block" and own == "mxfp8"):
-            return self
-        mesh, shared = self.experts.mesh, self.shared_expert
-        device = None if mesh is None else mesh.devices.flat[0]
-        form = format_of(scheme, device, f"{tensors.prefix}.experts")
         biased = getattr(self.experts, "w13_bias") is not None
         make = partial(
             MegaMoEBlock,
@@ -349,8 +385,11 @@ class MegaMoEBlock(nnx.Module):
             shared_size=self.config.shared_size if shared is None else shared.gate_proj.shape[0],
             has_shared_gate=shared is not None and shared.output_gate is not None,
             has_expert_biases=biased,
+            shared_format=self.shared_format,
+            shared_stored=stored,
             mesh=mesh,
             axis=self.experts.axis,
+            token_axes=self.experts.token_axes,
             implementation=self.experts.implementation,
         )
         return nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
@@ -358,43 +397,4 @@ class MegaMoEBlock(nnx.Module):
     def _shared(self, x: Array) -> Array:
         assert self.shared_expert is not None
         with jax.named_scope("mega_moe_block/shared"):
-            return _widened(self.shared_expert(x[:, : self.hidden_size]), self.config)
-
-    def _check_kind(self, kind: str, layer_index: int) -> None:
-        hashed = bool(self.router.settings.table_size)
-        if hashed != (kind == HASHED):
-            by = {True: "one that looks experts up by token id", False: "one that scores experts"}
-            hint = f"make the block with from_config(..., layer_index={layer_index})"
-            raise ValueError(
-                _checks.message(f"layer {layer_index}", by[hashed], by[not hashed], hint)
-            )
-
-    def _check_biases(self, experts: ExpertWeights, prefix: str) -> None:
-        has, wanted = experts.w13_bias is not None, getattr(self.experts, "w13_bias") is not None
-        if has != wanted:
-            words = {True: "biases of the experts", False: "no biases of the experts"}
-            raise ValueError(_checks.message(prefix, words[wanted], words[has]))
-
-
-def _widened(rows: Array, config: MoEConfig) -> Array:
-    """Rows with zeros up to the config's hidden size."""
-    missing = config.hidden_size - rows.shape[1]
-    return jnp.pad(rows, ((0, 0), (0, missing))) if missing else rows
-
-
-def _check_sizes(
-    config: MoEConfig, router: Router, stored_sizes: tuple[int, int], shared_size: int
-) -> None:
-    for name, got, wanted in (
-        ("num_experts", router.num_experts, config.logical_experts),
-        ("top_k", router.top_k, config.top_k),
-    ):
-        if got != wanted:
-            raise ValueError(_checks.message(f"router {name}", f"{wanted}, the config's", got))
-    own = dict(hidden_size=config.hidden_size, intermediate_size=config.intermediate_size)
-    for (name, limit), size in zip(own.items(), stored_sizes, strict=True):
-        number = _checks.integer(f"stored_sizes {name}", size, minimum=1)
-        _checks.at_most(f"stored_sizes {name}", number, limit, f"config.{name}")
-    if config.num_shared_experts and shared_size not in (0, config.shared_size):
-        expected = f"{config.shared_size}, the config's {config.num_shared_experts} experts"
-        raise ValueError(_checks.message("shared_size", expected, shared_size))
+            return widened(self.shared_expert(x[:, : self.hidden_size]), self.config)

@@ -1,33 +1,56 @@
 """`MegaMoE`, a Flax (nnx) layer: holds the parameters, forwards to `mega_moe`."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, BFloat16, Bool, Float32, Int32
 
+from jax_megamoe import _checks
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.launch import deep_gemm, runnable
-from jax_megamoe.op.mega_moe import PORTABLE, mega_moe, place_of
-from jax_megamoe.routing.replicas import ReplicaMap
-from jax_megamoe.weights.experts import random_experts
-from jax_megamoe.weights.params import ARRAY_FIELDS, ExpertWeights, check_weights
+from jax_megamoe.mesh import Axis, current_mesh
+from jax_megamoe.nn.variables import ExpertVariable, held, replicated
+from jax_megamoe.op.mega_moe import PORTABLE, call
+from jax_megamoe.op.transforms import Parameters, Place, Tokens, place_of
+from jax_megamoe.routing.rebalance import rebalance, solve_placement
+from jax_megamoe.routing.replicas import ReplicaMap, check_map, initial_map, placement_of
+from jax_megamoe.weights.checkpoint.load import Pairs, reload_experts
+from jax_megamoe.weights.drawn import random_experts
+from jax_megamoe.weights.params import (
+    ARRAY_FIELDS,
+    ExpertWeights,
+    check_weights,
+    default_layout,
+    layout_of,
+)
 from jax_megamoe.weights.relayout import to_layout
 
 
 class MegaMoE(nnx.Module):
     """The routed experts of one MoE layer, and a fused shared expert if the weights hold one.
 
-    Parameters are `nnx.Param`s in kernel layout, named as the fields of `ExpertWeights`. With a
-    mesh they are sharded over the axis (a fused shared expert is replicated) and carry that as
-    their `out_sharding`. `nnx.split`, `nnx.jit`, `nnx.eval_shape` and checkpointing of the state
-    work as for any module; a state from elsewhere is put in with `nnx.update`.
+    Parameters are `ExpertVariable`s in kernel layout, named as the fields of `ExpertWeights`:
+    `nnx.grad` and `nnx.Optimizer` leave them alone. A layer with num_logical_experts also holds its
+    replica map, ``logical_to_physical`` and ``num_replicas``, or one without after a rebalance.
+    With a mesh, experts are sharded over the axis (a fused shared expert and the map are
+    replicated) and carry that as their `out_sharding`.
+
+    `nnx.split`, `nnx.jit`, `nnx.eval_shape` and checkpointing of the state work as for any module;
+    a state from elsewhere is put in with `nnx.update`. All that decides what the arrays mean is in
+    the state, NVFP4's row order (in the shapes of w13's fields) and its input scales too.
 
     Attributes:
         config: the layer's sizes, format and activation.
         mesh: mesh that has the axis; None on one device or inside the caller's `shard_map`.
         axis: the expert-parallel mesh axis, or several.
+        token_axes: see `mega_moe`.
         implementation: see `mega_moe`.
     """
 
@@ -37,59 +60,110 @@ class MegaMoE(nnx.Module):
         weights: ExpertWeights | None = None,
         *,
         mesh: Mesh | None = None,
-        axis: str | tuple[str, ...] | None = None,
+        axis: Axis | None = None,
+        token_axes: Axis | None = None,
         implementation: str | None = None,
+        eplb: ReplicaMap | None = None,
+        has_biases: bool = False,
         rngs: nnx.Rngs | None = None,
     ) -> None:
         """Makes the layer.
 
         Args:
             config: the layer.
-            weights: its parameters; None: random ones, drawn with `rngs`. NVFP4 ones are moved to
-                the row order of the kernel source that is installed, where only one is.
-            mesh: where to shard them; needs `axis`.
+            weights: its parameters; None: random ones, drawn with `rngs`, by each device its own.
+                NVFP4 ones are moved to the row order of the kernel source that is installed, where
+                only one is; config.kernel_source names one for all machines.
+            mesh: where to shard them; None: over the current mesh (`jax.set_mesh`), if it has
+                `axis`.
             axis: the expert-parallel mesh axis, or several.
+            token_axes: see `mega_moe`.
             implementation: ``"deep_gemm"``, ``"xla"``, ``"reference"`` or None.
+            eplb: where the replicas in `weights` are; None: slot p holds logical expert
+                p % num_logical_experts.
+            has_biases: whether random parameters have biases, 0.
             rngs: source of the random parameters (its ``params`` stream).
 
         Raises:
-            ValueError: neither weights nor rngs, weights that are not the config's, a mesh without
-                the axis, or experts that do not divide by its ranks.
+            ValueError: neither weights nor rngs, weights or a map that are not the config's, a mesh
+                without the axis, or experts that do not divide by its ranks.
         """
-        if mesh is not None:
-            place_of(config, mesh, axis)
+        spread = current_mesh(axis) if mesh is None else mesh
+        if spread is not None:
+            place_of(config, spread, axis, token_axes)
+        layout = default_layout(config) if weights is None else weights.layout
+        if implementation not in PORTABLE:
+            is_real = isinstance(spread, Mesh)
+            device = spread.devices.flat[0] if is_real else deep_gemm.default_device()
+            layout = runnable.runnable_layout(config, layout, device)
         if weights is None:
             if rngs is None:
                 raise ValueError(
                     "weights: expected an ExpertWeights, or rngs to draw them, got None"
                 )
-            weights = random_experts(config, rngs.params())
+            key = rngs.params()
+            weights = random_experts(
+                config, key, layout=layout, has_biases=has_biases, mesh=spread, axis=axis
+            )
         check_weights(config, weights)
-        if implementation not in PORTABLE:
-            device = deep_gemm.default_device() if mesh is None else mesh.devices.flat[0]
-            weights = to_layout(weights, runnable.runnable_layout(config, weights.layout, device))
+        weights = to_layout(weights, layout)
         self.config = config
-        self.mesh = mesh
+        self.mesh = spread if isinstance(spread, Mesh) else None
         self.axis = axis
+        self.token_axes = token_axes
         self.implementation = implementation
-        self.layout = weights.layout
-        self.max_input_scale = weights.max_input_scale
-        specs = weights.partition_specs(axis) if mesh is not None and axis is not None else None
+        specs = weights.partition_specs(axis) if spread is not None and axis is not None else None
         for name in ARRAY_FIELDS:
-            array = getattr(weights, name)
-            setattr(self, name, None if array is None else _param(array, name, specs, mesh))
+            array, variable = getattr(weights, name), None
+            if array is not None and specs is None:
+                variable = ExpertVariable(array)
+            elif array is not None:
+                # nnx takes the empty spec of a replicated array for none at all.
+                spec = tuple(getattr(specs, name)) or (None,) * array.ndim
+                variable = ExpertVariable(array, out_sharding=spec, mesh=spread)
+            setattr(self, name, variable)
+        if eplb is None and config.num_logical_experts is not None:
+            eplb = initial_map(config)
+        self.logical_to_physical: Any = None
+        self.num_replicas: Any = None
+        if eplb is not None:
+            check_map(config, eplb)
+            self._set_map(eplb)
+
+    @property
+    def used_mesh(self) -> Mesh | AbstractMesh | None:
+        """The layer's mesh; where it was made without one, the current one if it has the axis."""
+        return current_mesh(self.axis) if self.mesh is None else self.mesh
+
+    @property
+    def layout(self) -> str:
+        """Row order of the parameters that the layer holds now, see `ExpertWeights.layout`."""
+        return self._weights(lambda variable: variable.get_value()).layout
 
     @property
     def weights(self) -> ExpertWeights:
-        """The parameters as `mega_moe` takes them."""
-        params = {name: getattr(self, name) for name in ARRAY_FIELDS}
-        arrays = {name: None if param is None else param[...] for name, param in params.items()}
-        return ExpertWeights(
-            **arrays,
-            format=self.config.weight_format.name,
-            layout=self.layout,
-            max_input_scale=self.max_input_scale,
-        )
+        """The parameters as `mega_moe` takes them.
+
+        Raises:
+            ValueError: they are shapes alone, or were deleted.
+        """
+        return self._weights(lambda variable: held(variable, "the layer's parameters"))
+
+    @property
+    def eplb(self) -> ReplicaMap | None:
+        """Where the replicas are; None: slot p holds logical expert p."""
+        if self.num_replicas is None:
+            return None
+        arrays = (self.logical_to_physical, self.num_replicas)
+        return ReplicaMap(*(held(array, "the layer's replica map") for array in arrays))
+
+    @property
+    def placement(self) -> np.ndarray:
+        """int32 [num_experts], the logical expert in each slot; outside jit."""
+        eplb = self.eplb
+        if eplb is None:
+            return np.arange(self.config.num_experts, dtype=np.int32)
+        return placement_of(self.config, eplb)
 
     def __call__(
         self,
@@ -103,29 +177,154 @@ class MegaMoE(nnx.Module):
         return_stats: bool = False,
         name: str = "mega_moe",
     ) -> Any:
-        """`mega_moe` with this layer's parameters; see there."""
-        return mega_moe(
-            x,
-            topk_ids,
-            topk_weights,
-            self.weights,
+        """`mega_moe` with this layer's parameters and replica map, for any number of tokens.
+
+        Outside `shard_map`, tokens that do not divide by the ranks are padded, and the padding is
+        cut off again. An `eplb` that is given is used in place of the layer's.
+        """
+        return call(
+            Tokens(x, topk_ids, topk_weights, padding_mask),
+            Parameters(self.weights, self.eplb if eplb is None else eplb),
             config=self.config,
-            mesh=self.mesh,
-            axis=self.axis,
-            padding_mask=padding_mask,
-            eplb=eplb,
+            place=self.place(),
             shared_experts=shared_experts,
             implementation=self.implementation,
             return_stats=return_stats,
             name=name,
+            pads=True,
         )
 
+    def place(self) -> Place:
+        """Where a call of the layer runs."""
+        return place_of(self.config, self.mesh, self.axis, self.token_axes)
 
-def _param(
-    array: Array, name: str, specs: ExpertWeights | None, mesh: Mesh | None
-) -> nnx.Param[Array]:
-    if specs is None:
-        return nnx.Param(array)
-    # nnx takes the empty spec of a replicated array for none at all.
-    sharding = tuple(getattr(specs, name)) or (None,) * array.ndim
-    return nnx.Param(array, out_sharding=sharding, mesh=mesh)
+    def replace(self, weights: ExpertWeights, eplb: ReplicaMap | None = None) -> None:
+        """Puts other parameters in, and where their replicas are. Nothing is compiled anew.
+
+        Both change together: a call before has the old ones, a call after the new ones. Nothing is
+        changed where anything is wrong.
+
+        Args:
+            weights: of the same config, row order and fields.
+            eplb: their map; None: the initial one.
+
+        Raises:
+            ValueError, TypeError: parameters or a map that are not this layer's.
+        """
+        check_weights(self.config, weights)
+        if weights.layout != self.layout:
+            raise ValueError(
+                _checks.message(
+                    "weights.layout",
+                    f"{self.layout!r}, the layer's",
+                    repr(weights.layout),
+                    f"jax_megamoe.to_layout(weights, {self.layout!r}) moves them",
+                )
+            )
+        for name in ARRAY_FIELDS:
+            has, wanted = getattr(weights, name) is not None, getattr(self, name) is not None
+            if has != wanted:
+                words = {True: "an array, as the layer has", False: "None: the layer has none"}
+                got = "an array" if has else None
+                raise ValueError(_checks.message(f"weights.{name}", words[wanted], got))
+        if eplb is None and self.num_replicas is not None:
+            eplb = initial_map(self.config)
+        if eplb is not None:
+            check_map(self.config, eplb)
+        for name, array in weights.arrays().items():
+            _put(getattr(self, name), array)
+        if eplb is not None:
+            self._set_map(eplb)
+
+    def reload(self, checkpoint: str | Path | Pairs, *, prefix: str, **options: Any) -> None:
+        """Puts in what a checkpoint holds, into the slots where the experts are now.
+
+        All tensors of the layer or a few, see `reload_experts`, whose other arguments are taken
+        too. Nothing is changed where anything is wrong, and nothing is compiled anew.
+
+        Args:
+            checkpoint: see `load_experts`.
+            prefix: of the experts' names.
+            **options: gate_up_order, stored_sizes, progress.
+
+        Raises:
+            ValueError, TypeError, NotImplementedError, FileNotFoundError: as `load_experts`.
+        """
+        weights = reload_experts(
+            self.config,
+            self.weights,
+            checkpoint,
+            prefix=prefix,
+            physical_to_logical=self.placement,
+            **options,
+        )
+        self.replace(weights, self.eplb)
+
+    def rebalance(
+        self, placement: np.ndarray | None = None, *, loads: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Moves experts to other slots, and the replica map with them. Nothing is compiled anew,
+        but for a layer without num_logical_experts the first time, which then gets a map.
+
+        The layer's arrays are given up (donated): no other layer may share them.
+
+        Args:
+            placement: int [num_experts], the logical expert that each slot is to hold.
+            loads: [num_logical_experts], tokens of each: `solve_placement` chooses by them.
+
+        Returns:
+            The placement.
+
+        Raises:
+            ValueError: both arguments or neither, and as `rebalance` and `solve_placement`.
+        """
+        if (placement is None) == (loads is None):
+            got = "both" if loads is not None else "neither"
+            raise ValueError(_checks.message("placement and loads", "one of the two", got))
+        if loads is not None:
+            _checks.shape("loads", np.asarray(loads), (self.config.logical_experts,))
+            placement = solve_placement(loads, self.config.num_experts, self.place().num_ranks)
+        assert placement is not None
+        mesh = self.used_mesh
+        if isinstance(mesh, AbstractMesh):
+            expected = "a call outside jit: experts move between devices"
+            raise ValueError(_checks.message("rebalance", expected, "one in a trace"))
+        weights, eplb = rebalance(
+            self.config,
+            self.weights,
+            self.placement,
+            placement,
+            mesh=mesh,
+            axis=None if mesh is None else self.axis,
+        )
+        for name, array in weights.arrays().items():
+            _put(getattr(self, name), array)
+        self._set_map(eplb)
+        return np.asarray(placement)
+
+    def _weights(self, read: Callable[[Any], Any]) -> ExpertWeights:
+        variables = {name: getattr(self, name) for name in ARRAY_FIELDS}
+        arrays = {name: None if each is None else read(each) for name, each in variables.items()}
+        present = {name: array for name, array in arrays.items() if array is not None}
+        layout = layout_of(self.config, present)
+        return ExpertWeights(**arrays, format=self.config.weight_format.name, layout=layout)
+
+    def _set_map(self, eplb: ReplicaMap) -> None:
+        for name in ("logical_to_physical", "num_replicas"):
+            array, variable = getattr(eplb, name), getattr(self, name)
+            # Each process places its own copy.
+            array = array if isinstance(array, Tracer) else np.asarray(array)
+            if variable is None:
+                variable = replicated(array, self.used_mesh, ExpertVariable)
+                setattr(self, name, nnx.data(variable))
+            else:
+                _put(variable, array)
+
+
+def _put(variable: nnx.Variable[Any], array: Any) -> None:
+    """Replaces a variable's array, on the devices that it is on."""
+    old = variable.get_value()
+    is_placed = isinstance(old, jax.Array) and not isinstance(old, Tracer) and old.committed
+    if is_placed or (getattr(old, "sharding", None) is not None and not isinstance(old, jax.Array)):
+        array = jax.device_put(array, old.sharding)
+    variable.set_value(jnp.asarray(array))

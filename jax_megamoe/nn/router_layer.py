@@ -7,20 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, BFloat16, Bool, Int32
 
 from jax_megamoe import _checks
-from jax_megamoe.mesh import reshard
-from jax_megamoe.nn.replicated import replicated
+from jax_megamoe.mesh import gathered, reshard
+from jax_megamoe.nn.variables import Buffer, held, replicated
 from jax_megamoe.op.transforms import Place, zero_padding
 from jax_megamoe.routing.router import Router, RouterParams, Routing, check_route, route
 from jax_megamoe.weights.checkpoint.block_tensors import BlockTensors
-
-
-class Buffer(nnx.Variable):
-    """A value that is loaded and not trained: a router's correction bias or table."""
 
 
 class RouterLayer(nnx.Module):
@@ -33,7 +29,12 @@ class RouterLayer(nnx.Module):
     """
 
     def __init__(
-        self, settings: Router, hidden_size: int, *, mesh: Mesh | None = None, rngs: nnx.Rngs
+        self,
+        settings: Router,
+        hidden_size: int,
+        *,
+        mesh: Mesh | AbstractMesh | None = None,
+        rngs: nnx.Rngs,
     ) -> None:
         """Draws the weight, of variance 1 / hidden_size, and a table; biases are 0."""
         self.settings = settings
@@ -52,13 +53,11 @@ class RouterLayer(nnx.Module):
         """The arrays as `route` takes them.
 
         Raises:
-            ValueError: they have not been loaded.
+            ValueError: they have not been loaded, or were deleted.
         """
-        if isinstance(self.weight.get_value(), jax.ShapeDtypeStruct):
-            expected = "arrays: call load(), or make the block with rngs"
-            raise ValueError(_checks.message("the block's parameters", expected, "shapes alone"))
-        held = (getattr(self, name) for name in RouterParams._fields)
-        return RouterParams(*(None if variable is None else variable[...] for variable in held))
+        variables = (getattr(self, name) for name in RouterParams._fields)
+        name = "the router's parameters"
+        return RouterParams(*(None if each is None else held(each, name) for each in variables))
 
     def __call__(
         self,
@@ -86,12 +85,17 @@ class RouterLayer(nnx.Module):
         tokens = (x, token_ids, padding_mask)
         if place.mesh is None or place.inside:
             return local(tokens, params)
-        _checks.multiple("x rows", len(x), place.num_ranks, "pad x and mask the padding")
-        rows = P(place.axis)
+        num_tokens, rows = len(x), P(place.token_axes)
+        missing = -num_tokens % place.num_parts
+        if missing:
+            tokens = jax.tree.map(partial(_with_rows, missing=missing), tokens)
         tokens = reshard(tokens, place.mesh, rows)
-        return jax.shard_map(local, mesh=place.mesh, in_specs=(rows, P()), out_specs=rows)(
+        routing = jax.shard_map(local, mesh=place.mesh, in_specs=(rows, P()), out_specs=rows)(
             tokens, params
         )
+        if missing:
+            routing = jax.tree.map(lambda array: array[:num_tokens], gathered(routing))
+        return routing
 
     def read(self, tensors: BlockTensors) -> dict[str, np.ndarray]:
         """The arrays of a checkpoint, by attribute. The weight keeps the precision it is stored in,
@@ -126,8 +130,13 @@ class RouterLayer(nnx.Module):
 def _drawn_table(settings: Router, rngs: nnx.Rngs) -> Int32[Array, "ids top_k"]:
     """Rows of distinct experts, the first one drawn."""
     shape = (settings.table_size, 1)
-    first = jax.random.randint(rngs.params(), shape, 0, settings.num_experts)
-    return (first + jnp.arange(settings.top_k)[None]) % settings.num_experts
+    first = jax.random.randint(rngs.params(), shape, 0, settings.num_experts, jnp.int32)
+    return (first + jnp.arange(settings.top_k, dtype=jnp.int32)[None]) % settings.num_experts
+
+
+def _with_rows(array: Array, *, missing: int) -> Array:
+    """`array` with more rows of zeros, which are routed as tokens are and then cut off."""
+    return jnp.pad(array, ((0, missing), *[(0, 0)] * (array.ndim - 1)))
 
 
 def _route(

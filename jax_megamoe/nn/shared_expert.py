@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, BFloat16, Float32
 
 from jax_megamoe.config import Activation, MoEConfig
-from jax_megamoe.nn.replicated import replicated
+from jax_megamoe.nn.variables import held, replicated
 from jax_megamoe.numerics.expert import activate, matmul
 from jax_megamoe.plan import families
 from jax_megamoe.weights.checkpoint.block_tensors import BlockTensors
@@ -41,7 +41,7 @@ class SharedExpert(nnx.Module):
         *,
         activation: Activation,
         has_gate: bool = False,
-        mesh: Mesh | None = None,
+        mesh: Mesh | AbstractMesh | None = None,
         rngs: nnx.Rngs,
     ) -> None:
         """Draws parameters of variance 1 / fan-in, replicated over the mesh if there is one."""
@@ -58,12 +58,15 @@ class SharedExpert(nnx.Module):
 
     def __call__(self, x: BFloat16[Array, "tokens hidden"]) -> Float32[Array, "tokens hidden"]:
         """The expert's output for every token, not yet rounded."""
-        gate, up = matmul(x, self.gate_proj[...]), matmul(x, self.up_proj[...])
+        gate, up = (matmul(x, self._held(name)) for name in ("gate_proj", "up_proj"))
         hidden = activate(gate, up, self.activation).astype(jnp.bfloat16)
-        y = matmul(hidden, self.down_proj[...])
+        y = matmul(hidden, self._held("down_proj"))
         if self.output_gate is None:
             return y
-        return y * jax.nn.sigmoid(matmul(x, self.output_gate[...]))
+        return y * jax.nn.sigmoid(matmul(x, self._held("output_gate")))
+
+    def _held(self, name: str) -> Array:
+        return held(getattr(self, name), "the shared expert's parameters")
 
     def read(self, tensors: BlockTensors) -> dict[str, np.ndarray]:
         """The parameters of a checkpoint, by attribute.
@@ -80,16 +83,34 @@ class SharedExpert(nnx.Module):
 
 
 def unfused_reason(
-    config: MoEConfig, shared_size: int, is_whole: bool, has_gate: bool, weighs_input: bool
+    config: MoEConfig,
+    shared_size: int,
+    is_whole: bool,
+    has_gate: bool,
+    weighs_input: bool,
+    stored: str | None,
 ) -> str | None:
-    """Why the shared expert cannot be fused; None where it can, or there is none."""
+    """Why the shared expert is not fused; None where it is, or there is none.
+
+    Args:
+        config: the experts.
+        shared_size: its intermediate size; 0: there is none.
+        is_whole: the config's sizes are the model's.
+        has_gate: a sigmoid gate weighs its output.
+        weighs_input: the routed experts' tokens are weighed, and its own are not.
+        stored: precision that it must keep; None: any.
+    """
     form, inter = config.weight_format.name, config.intermediate_size
+    fused = config.shared_format
     reasons = {
         "a gate weighs its output": has_gate,
         "its tokens are not those of the routed experts": weighs_input,
         "the model's sizes are rounded up": not is_whole,
         f"its size {shared_size} is no multiple of intermediate_size {inter}": shared_size % inter,
         f"{form} kernels fuse none": config.shared_format is None,
+        f"it is stored as {stored}, and {form} kernels would fuse it as {fused}": (
+            stored is not None and stored != fused
+        ),
         f"{config.kernel_source}'s {form} kernel fuses none": _source_fuses_none(config),
     }
     return next((text for text, holds in reasons.items() if holds and shared_size), None)

@@ -48,6 +48,25 @@ def storage_of(hf_config: Fields, decides_format: bool) -> Storage:
     return Storage(text, gate_up_order(hf_config.text("model_type")), decides_format)
 
 
+def shared_scheme(hf_config: Fields, prefix: str, layer_index: int | None) -> str | None:
+    """How a config says that the shared expert is stored, in the words of
+    `BlockTensors.shared_scheme`; None where it does not say."""
+    found = quantization_of(hf_config)
+    if found is None:
+        return "bf16"
+    # DeepSeek-V4's expert_dtype is that of the routed experts.
+    config = {name: value for name, value in found.items() if name != "expert_dtype"}
+    name = "" if layer_index is None else f"{prefix.format(layer_index)}.shared_experts"
+    try:
+        scheme = stored_scheme(config, name)
+    except NotImplementedError:
+        return None
+    is_fp8 = scheme in ("fp8", "fp8_block")
+    if is_fp8:
+        return "mxfp8" if config.get("scale_fmt") == "ue8m0" else "fp8"
+    return scheme
+
+
 def format_of_layer(
     hf_config: Fields, prefix: str, layer_index: int | None, device: jax.Device | None
 ) -> WeightFormat:

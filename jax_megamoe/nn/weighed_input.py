@@ -6,6 +6,7 @@ weights are 1, and the tokens are multiplied before.
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, BFloat16, Bool, Float32
@@ -46,5 +47,6 @@ def plus_shared(
         place: where the experts run.
     """
     if place.mesh is not None and not place.inside:
-        x, padding_mask = reshard((x, padding_mask), place.mesh, P(place.axis))
+        rows = P(*jax.typeof(y).sharding.spec[:1])
+        x, padding_mask = reshard((x, padding_mask), place.mesh, rows)
     return add_shared(y, shared_expert(zero_padding(x, padding_mask)), padding_mask)

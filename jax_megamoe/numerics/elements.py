@@ -21,6 +21,9 @@ from jax_megamoe import _checks
 
 Array = TypeVar("Array", jax.Array, np.ndarray)
 
+_NAN_BITS = np.int32(0x7FC00000)
+_NAN_BYTE = np.uint8(0x7F)
+
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
 
@@ -171,10 +174,21 @@ def to_float32(name: str, x: ArrayLike) -> jax.Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
+def nan_where(condition: jax.Array, x: jax.Array) -> jax.Array:
+    """float32 `x`, NaN where the condition holds.
+
+    By bits: a NaN as a constant of the program would set off `jax_debug_nans` on finite inputs.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    return lax.bitcast_convert_type(jnp.where(condition, _NAN_BITS, bits), jnp.float32)
+
+
 def to_e4m3(x: jax.Array) -> jax.Array:
     """float32 as float8_e4m3fn: nearest even, saturating at 448, every NaN the byte 0x7F."""
-    finite = jnp.clip(x, -E4M3_MAX, E4M3_MAX)
-    return jnp.where(jnp.isnan(x), jnp.nan, finite).astype(jnp.float8_e4m3fn)
+    is_nan = jnp.isnan(x)
+    finite = jnp.clip(jnp.where(is_nan, 0, x), -E4M3_MAX, E4M3_MAX)
+    byte = lax.bitcast_convert_type(finite.astype(jnp.float8_e4m3fn), jnp.uint8)
+    return lax.bitcast_convert_type(jnp.where(is_nan, _NAN_BYTE, byte), jnp.float8_e4m3fn)
 
 
 def from_e4m3(x: ArrayLike) -> jax.Array:
@@ -187,7 +201,7 @@ def from_e4m3(x: ArrayLike) -> jax.Array:
     bits = byte & 0x7F
     normal = lax.bitcast_convert_type((bits << 20) + (120 << 23), jnp.float32)
     magnitude = jnp.where(bits < 8, bits.astype(jnp.float32) * jnp.float32(2**-9), normal)
-    magnitude = jnp.where(bits == 0x7F, jnp.float32(jnp.nan), magnitude)
+    magnitude = nan_where(bits == 0x7F, magnitude)
     return jnp.where(byte >= 0x80, -magnitude, magnitude)
 
 

@@ -94,14 +94,21 @@ def activate(
     return gate * _sigmoid(activation.alpha * gate) * (up + activation.beta)
 
 
+_LARGEST_EXPONENT = 88.72283
+"""The largest float32 whose exponential is one."""
+
+
 @jax.custom_jvp
 def _sigmoid(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    return 1.0 / (1.0 + jnp.exp(-x))
+    # Below -88.72 the exponential overflows and 1 / inf is 0: said without an infinity, which
+    # jax_debug_infs would take for a fault.
+    overflows = x < -_LARGEST_EXPONENT
+    return jnp.where(overflows, 0.0, 1.0 / (1.0 + jnp.exp(-jnp.maximum(x, -_LARGEST_EXPONENT))))
 
 
 @_sigmoid.defjvp
 def _sigmoid_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    # Below -88 the exponential overflows, and the derivative by the chain rule is 0 * inf.
+    # The derivative by the chain rule is 0 * inf where the exponential overflows.
     y = _sigmoid(*primals)
     return y, y * (1.0 - y) * tangents[0]
 

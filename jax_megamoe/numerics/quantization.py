@@ -26,6 +26,7 @@ from jax_megamoe.numerics.elements import (
     encode_e2m1,
     expand_scales,
     from_e4m3,
+    nan_where,
     pack_e2m1,
     power_of_two_above,
     power_of_two_factors,
@@ -135,7 +136,8 @@ def quantize_nvfp4(
     scales = to_e4m3(jnp.maximum(ratio, block_floor))
     decoded = from_e4m3(scales)
     if reciprocal:
-        product = decoded * outer
+        # Without a division by 0, which jax_debug_infs would take for a fault.
+        product = jnp.where(decoded > 0, decoded * outer, 1.0)
         inverse = jnp.where(decoded > 0, divide(jnp.ones_like(product), product), 0.0)
         codes = encode_e2m1(grouped * inverse)
     else:
@@ -343,7 +345,7 @@ def _cast_e4m3(
 def _times_ue8m0(values: jax.Array, exponents: ArrayLike) -> jax.Array:
     bytes_ = ue8m0_bytes("exponents", exponents)
     first, second = power_of_two_factors(bytes_.astype(jnp.int32) - 127)
-    first = jnp.where(bytes_ == 255, jnp.nan, first)
+    first = nan_where(bytes_ == 255, first)
     scaled = values * expand_scales("exponents", first, values.shape)
     return scaled * expand_scales("exponents", second, values.shape)
 

@@ -1,12 +1,12 @@
 """`mega_moe`: check the arguments, choose an implementation, call it."""
 
 import logging
-import math
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
@@ -17,7 +17,7 @@ from jax_megamoe import _checks, symmetric_memory
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.formats import GROUPED_LAYOUTS
 from jax_megamoe.launch import deep_gemm, grouped
-from jax_megamoe.mesh import axis_names
+from jax_megamoe.mesh import axis_names, explicit_mesh, gathered
 from jax_megamoe.op.transforms import (
     Axis,
     Call,
@@ -25,12 +25,13 @@ from jax_megamoe.op.transforms import (
     Place,
     Tokens,
     add_shared,
+    place_of,
     run,
     zero_padding,
 )
 from jax_megamoe.plan import families
 from jax_megamoe.plan.refusal import Refusal
-from jax_megamoe.routing.replicas import ReplicaMap
+from jax_megamoe.routing.replicas import ReplicaMap, check_map
 from jax_megamoe.routing.stats import capture
 from jax_megamoe.weights.params import ExpertWeights, check_weights
 
@@ -50,6 +51,7 @@ def mega_moe(  # noqa: PLR0913 (one keyword for each thing a call may need)
     config: MoEConfig,
     mesh: Mesh | None = None,
     axis: Axis | None = None,
+    token_axes: Axis | None = None,
     padding_mask: Bool[Array, " tokens"] | None = None,
     eplb: ReplicaMap | None = None,
     shared_experts: Callable[[Array], Array] | None = None,
@@ -87,11 +89,17 @@ def mega_moe(  # noqa: PLR0913 (one keyword for each thing a call may need)
         topk_weights: float32 [T, K].
         weights: the parameters; split over the axis along their first dimension.
         config: the layer.
-        mesh: mesh that has the axis; other axes of it are not used for experts or tokens.
+        mesh: mesh that has the axis. Over its other axes, `token_axes` apart, every device group
+            does all the work.
         axis: the expert-parallel mesh axis, or several.
+        token_axes: mesh axes that split the rows of x, the expert-parallel ones among them, such as
+            ``("data", "ep")``: each data group then works on its own tokens, at most
+            max_num_tokens on each device. None: `axis`. Without effect inside `shard_map`.
         padding_mask: bool [T], True for rows that are no tokens: they are routed nowhere, counted
             nowhere, their output is 0 and their content has no effect.
-        eplb: where replicas are; None: slot p holds logical expert p % num_logical_experts.
+        eplb: where replicas are; None: slot p holds logical expert p % num_logical_experts. A map
+            with a slot out of range raises when it is concrete and routes nowhere when it is
+            traced.
         shared_experts: an unfused shared expert: its value for x, padded rows 0, is added. An
             error where `weights` hold a fused one.
         implementation: ``"deep_gemm"``, ``"grouped"``, ``"xla"`` or ``"reference"``; None for the
@@ -109,51 +117,78 @@ def mega_moe(  # noqa: PLR0913 (one keyword for each thing a call may need)
         NotImplementedError: the named implementation cannot run here; a gradient of `deep_gemm`;
             a batch that `jax.vmap` cannot fold into tokens.
     """
-    place = place_of(config, mesh, axis)
-    _check_arrays(x, topk_ids, topk_weights, padding_mask, eplb, config)
-    _check_num_tokens(x.shape[0], config, place)
+    place = place_of(config, mesh, axis, token_axes)
+    return call(
+        Tokens(x, topk_ids, topk_weights, padding_mask),
+        Parameters(weights, eplb),
+        config=config,
+        place=place,
+        shared_experts=shared_experts,
+        implementation=implementation,
+        return_stats=return_stats,
+        name=name,
+    )
+
+
+def call(
+    tokens: Tokens,
+    parameters: Parameters,
+    *,
+    config: MoEConfig,
+    place: Place,
+    shared_experts: Callable[[Array], Array] | None = None,
+    implementation: str | None = None,
+    return_stats: bool = False,
+    name: str = "mega_moe",
+    pads: bool = False,
+) -> Any:
+    """`mega_moe` at a known place; with `pads` for any number of rows.
+
+    Rows that fill up the parts of the place are routed nowhere and cut off again: neither
+    `shared_experts` nor a `capture_routing` callback sees them.
+    """
+    weights, eplb = parameters
+    _check_arrays(*tokens, eplb, config)
+    x, padding_mask = tokens.x, tokens.padding_mask
+    num_tokens = x.shape[0]
+    _check_num_tokens(num_tokens, config, place, pads)
     local_experts = config.num_experts
     if place.inside:
         local_experts = config.experts_per_rank(place.num_ranks)
     check_weights(config, weights, local_experts)
     _check_shared(config, weights, shared_experts)
-    tokens = dict(x=x, topk_ids=topk_ids, topk_weights=topk_weights, padding_mask=padding_mask)
-    _check_shardings(place, tokens, weights)
-    call = _choose(config, weights, place, x, implementation)
-    capture(name, topk_ids, padding_mask, None if place.inside else place.mesh)
-    y, counts = run(
-        Tokens(x, topk_ids, topk_weights, padding_mask),
-        Parameters(weights, eplb),
-        call=call._replace(with_stats=return_stats),
-    )
+    _check_shardings(place, tokens._asdict(), weights)
+    chosen = _choose(config, weights, place, x, implementation)
+    capture(name, tokens.topk_ids, padding_mask, None if place.inside else place.mesh)
+    missing = 0 if place.inside else -num_tokens % place.num_parts
+    launch: Callable[..., Any] = partial(run, call=chosen._replace(with_stats=return_stats))
+    typed_by = explicit_mesh((tokens, parameters)) if place.axis is None else None
+    if typed_by is not None:
+        # Copies on the devices of an Explicit mesh, in a call that knows of none.
+        launch = jax.sharding.auto_axes(launch, out_sharding=NamedSharding(typed_by, P()))
+    y, counts = launch(_padded(tokens, missing), parameters)
+    if missing:
+        # Rows over Explicit axes can be cut only where their number divides: these are few.
+        y = gathered(y)[:num_tokens]
     if shared_experts is not None:
         # NaN in a padded row would reach the gradients of what the function closes over.
         y = add_shared(y, shared_experts(zero_padding(x, padding_mask)), padding_mask)
     return (y, counts) if return_stats else y
 
 
-def place_of(config: MoEConfig, mesh: Mesh | None, axis: Axis | None) -> Place:
-    """Where a call with this mesh and axis runs.
+def _padded(tokens: Tokens, missing: int) -> Tokens:
+    """The tokens with more rows that are routed nowhere."""
+    if not missing:
+        return tokens
 
-    Raises:
-        ValueError: a mesh without an axis, an axis that no mesh has, experts that do not divide.
-    """
-    if axis is None:
-        if mesh is not None:
-            raise ValueError(_checks.message("axis", "the expert-parallel axis of the mesh", None))
-        return Place(None, 1, False, None)
-    names = axis_names(axis)
-    context = jax.sharding.get_abstract_mesh()
-    inside = bool(names) and set(names) <= set(context.manual_axes)
-    used = context if mesh is None else mesh
-    missing = [name for name in names if name not in used.shape]
-    if missing or not names:
-        where = f"one of {list(used.shape)}" if used.shape else "an axis of a mesh"
-        hint = "pass mesh=, use jax.set_mesh, or call inside jax.shard_map over the axis"
-        raise ValueError(_checks.message("axis", where, repr(axis), hint))
-    num_ranks = math.prod(used.shape[name] for name in names)
-    config.experts_per_rank(num_ranks)
-    return Place(names[0] if len(names) == 1 else names, num_ranks, inside, used)
+    def pad(array: Array, fill: float) -> Array:
+        widths = ((0, missing), *[(0, 0)] * (array.ndim - 1))
+        return jnp.pad(array, widths, constant_values=np.asarray(fill, array.dtype))
+
+    x, ids, weights, mask = tokens
+    return Tokens(
+        pad(x, 0), pad(ids, -1), pad(weights, 0), None if mask is None else pad(mask, True)
+    )
 
 
 def _check_arrays(
@@ -172,11 +207,7 @@ def _check_arrays(
         _checks.shape("padding_mask", mask, (num_tokens,))
         _checks.dtype("padding_mask", mask, ["bool"])
     if eplb is not None:
-        if not isinstance(eplb, ReplicaMap):
-            raise TypeError(_checks.message("eplb", "a ReplicaMap", type(eplb).__name__))
-        logical = config.logical_experts
-        _checks.shape("eplb.num_replicas", eplb.num_replicas, (logical,))
-        _checks.shape("eplb.logical_to_physical", eplb.logical_to_physical, (logical, "replicas"))
+        check_map(config, eplb)
     if not isinstance(topk_ids, Tracer):
         _check_ids(topk_ids, config)
 
@@ -192,10 +223,11 @@ def _check_ids(topk_ids: Any, config: MoEConfig) -> None:
             raise ValueError(_checks.message("topk_ids", expected, f"ids from {low} to {high}"))
 
 
-def _check_num_tokens(num_tokens: int, config: MoEConfig, place: Place) -> None:
+def _check_num_tokens(num_tokens: int, config: MoEConfig, place: Place, pads: bool) -> None:
     if not place.inside:
-        _checks.multiple("x rows", num_tokens, place.num_ranks, "pad x and mask the padding")
-        num_tokens //= place.num_ranks
+        if not pads:
+            _checks.multiple("x rows", num_tokens, place.num_parts, "pad x and mask the padding")
+        num_tokens = -(-num_tokens // place.num_parts)
     _checks.at_most("num_tokens", num_tokens, config.max_num_tokens, "max_num_tokens")
 
 
@@ -224,14 +256,15 @@ def _check_shardings(place: Place, tokens: dict[str, Any], weights: ExpertWeight
     """
     if place.inside:
         return
-    allowed = set(() if place.axis is None else _names(place.axis))
-    over = f"split over {sorted(allowed)} along the first dimension alone"
-    hint = "call inside your own jax.shard_map"
+    allowed, rows = set(axis_names(place.axis)), set(axis_names(place.token_axes))
+    over = "split over {} along the first dimension alone"
+    hint = "name the axes in token_axes=, or call inside your own jax.shard_map"
     inner = "there is no tensor parallelism inside an expert"
     if not allowed:
         over, hint, inner = "one device's array", "pass mesh= and axis=", "pass mesh= and axis="
     for name, array in tokens.items():
-        _check_sharding(name, array, allowed, over, hint)
+        _check_sharding(name, array, rows, over.format(sorted(rows)), hint)
+    over = over.format(sorted(allowed))
     for name, array in weights.arrays().items():
         if name.startswith("shared_"):
             unfused = "pass a sharded shared expert as the function shared_experts="
@@ -316,7 +349,7 @@ def _route(
         place.axis,
         num_ranks=place.num_ranks,
         weights=weights,
-        num_tokens=x.shape[0] if place.inside else x.shape[0] // place.num_ranks,
+        num_tokens=x.shape[0] if place.inside else -(-x.shape[0] // place.num_parts),
         implementation=implementation,
     )
 

@@ -15,14 +15,13 @@ from jax_megamoe.mesh import Axis
 from jax_megamoe.numerics import expert
 from jax_megamoe.numerics.tokens import QuantizedTokens
 from jax_megamoe.op.staged_tokens import StagedTokens, physical_routing, stage
-from jax_megamoe.routing.replicas import ReplicaMap
+from jax_megamoe.routing.replicas import ReplicaMap, check_map
 from jax_megamoe.weights.experts import dequantize_biases, dequantize_experts, dequantize_shared
 from jax_megamoe.weights.params import ExpertWeights, check_weights, recipe_for
 
 _einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
-@partial(jax.jit, static_argnames=("config", "exact"))
 def einsum_moe(
     x: BFloat16[Array, "tokens hidden"],
     topk_ids: Int32[Array, "tokens top_k"],
@@ -57,17 +56,35 @@ def einsum_moe(
         bfloat16 [T, H]; float32 if exact.
 
     Raises:
-        ValueError, TypeError: `weights` are not the config's.
+        ValueError, TypeError: `weights` or `eplb` are not the config's.
     """
     check_weights(config, weights)
+    if eplb is not None:
+        check_map(config, eplb)
+    return _einsum_moe(
+        (x, topk_ids, topk_weights), weights, padding_mask, eplb, config=config, exact=exact
+    )
+
+
+@partial(jax.jit, static_argnames=("config", "exact"))
+def _einsum_moe(
+    tokens: tuple[Array, Array, Array],
+    weights: ExpertWeights,
+    padding_mask: Array | None,
+    eplb: ReplicaMap | None,
+    *,
+    config: MoEConfig,
+    exact: bool,
+) -> Array:
+    x, topk_ids, topk_weights = tokens
     if padding_mask is not None:
         x = jnp.where(padding_mask[:, None], jnp.zeros_like(x), x)  # else NaN in the gradients
     if exact:
         ids, factors = physical_routing(
             topk_ids, topk_weights, config=config, padding_mask=padding_mask, eplb=eplb
         )
-        tokens = QuantizedTokens(x.astype(jnp.float32))
-        staged = StagedTokens(tokens, ids, factors, tokens)
+        unrounded = QuantizedTokens(x.astype(jnp.float32))
+        staged = StagedTokens(unrounded, ids, factors, unrounded)
     else:
         fused = weights.shared is not None
         staged = stage(

@@ -38,10 +38,10 @@ def physical_routing(
     padding_mask: Bool[Array, " tokens"] | None = None,
     eplb: ReplicaMap | None = None,
 ) -> tuple[Int32[Array, "tokens top_k"], Float32[Array, "tokens top_k"]]:
-    """Physical slots and weights: padding and ids out of range become -1 with weight 0."""
+    """Physical slots and weights: padding and what is out of range become -1 with weight 0."""
     ids = logical_ids(topk_ids, config=config, padding_mask=padding_mask)
-    weights = jnp.where(ids >= 0, topk_weights, jnp.float32(0))
-    return physical_ids(ids, config=config, eplb=eplb), weights
+    slots = physical_ids(ids, config=config, eplb=eplb)
+    return slots, jnp.where(slots >= 0, topk_weights, jnp.float32(0))
 
 
 def stage(

@@ -4,6 +4,7 @@ The layers, outside in: jit; the derivative rule; `shard_map`, unless the caller
 batching rule; one rank's part.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from jax_megamoe.config import MoEConfig
 from jax_megamoe.formats import RECIPES
 from jax_megamoe.launch import deep_gemm
 from jax_megamoe.launch.grouped import GroupedRoute
-from jax_megamoe.mesh import Axis, reshard, vary, varying_axes
+from jax_megamoe.mesh import Axis, axis_names, reshard, vary, varying_axes
 from jax_megamoe.numerics import expert
 from jax_megamoe.numerics.tokens import quantize_tokens
 from jax_megamoe.op import grouped, reference, xla
@@ -54,13 +55,68 @@ class Parameters(NamedTuple):
 class Place(NamedTuple):
     """Where a call runs: its axis, the ranks of it, and whether the caller is already inside.
 
-    mesh is the one given, else the current one, which inside a trace has no devices.
+    mesh is the one given, else the current one, which inside a trace has no devices. token_axes,
+    the axis and perhaps others, split the rows outside `shard_map`: into num_parts parts.
     """
 
     axis: Axis | None
     num_ranks: int
     inside: bool
     mesh: Mesh | AbstractMesh | None
+    token_axes: Axis | None
+    num_parts: int
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """Axes over which rows are split and experts are not."""
+        if self.inside:
+            return ()
+        experts = axis_names(self.axis)
+        return tuple(name for name in axis_names(self.token_axes) if name not in experts)
+
+
+def place_of(
+    config: MoEConfig,
+    mesh: Mesh | AbstractMesh | None,
+    axis: Axis | None,
+    token_axes: Axis | None = None,
+) -> Place:
+    """Where a call with this mesh and axis runs.
+
+    Raises:
+        ValueError: a mesh or token axes without an axis, an axis that no mesh has, token axes
+            without the axis among them, experts that do not divide.
+    """
+    if axis is None:
+        if mesh is not None or token_axes is not None:
+            raise ValueError(_checks.message("axis", "the expert-parallel axis of the mesh", None))
+        return Place(None, 1, False, None, None, 1)
+    names = axis_names(axis)
+    context = jax.sharding.get_abstract_mesh()
+    inside = bool(names) and set(names) <= set(context.manual_axes)
+    used = context if mesh is None else mesh
+    sizes = _sizes("axis", axis, used)
+    num_ranks = math.prod(sizes)
+    config.experts_per_rank(num_ranks)
+    named = names[0] if len(names) == 1 else names
+    if token_axes is None or inside:
+        return Place(named, num_ranks, inside, used, named, num_ranks)
+    parts = _sizes("token_axes", token_axes, used)
+    rows = axis_names(token_axes)
+    if not set(names) <= set(rows) or len(set(rows)) < len(rows):
+        expected = f"distinct axes with the expert-parallel {list(names)} among them"
+        raise ValueError(_checks.message("token_axes", expected, repr(token_axes)))
+    return Place(named, num_ranks, inside, used, rows, math.prod(parts))
+
+
+def _sizes(argument: str, axis: Axis, mesh: Mesh | AbstractMesh) -> list[int]:
+    """Sizes of mesh axes."""
+    names = axis_names(axis)
+    if not names or any(name not in mesh.shape for name in names):
+        where = f"one of {list(mesh.shape)}" if mesh.shape else "an axis of a mesh"
+        hint = "pass mesh=, use jax.set_mesh, or call inside jax.shard_map over the axis"
+        raise ValueError(_checks.message(argument, where, repr(axis), hint))
+    return [mesh.shape[name] for name in names]
 
 
 class Call(NamedTuple):
@@ -87,7 +143,7 @@ def run(tokens: Tokens, parameters: Parameters, *, call: Call) -> Result:
     if place.axis is not None and not place.inside:
         mesh = place.mesh
         assert mesh is not None
-        tokens = reshard(tokens, mesh, P(place.axis))
+        tokens = reshard(tokens, mesh, P(place.token_axes))
         parameters = reshard(parameters, mesh, parameters.partition_specs(place.axis))
     return _differentiable(_varying_alike(tokens, parameters), parameters, call)
 
@@ -101,7 +157,8 @@ def _varying_alike(tokens: Tokens, parameters: Parameters) -> Tokens:
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _differentiable(tokens: Tokens, parameters: Parameters, call: Call) -> Result:
-    out_specs = (P(call.place.axis), P(call.place.axis) if call.with_stats else None)
+    place = call.place
+    out_specs = (P(place.token_axes), P(place.axis) if call.with_stats else None)
     return _on_ranks(_forward, tokens, parameters, call, out_specs)
 
 
@@ -120,7 +177,7 @@ def _differentiable_bwd(
     call: Call, saved: tuple[Tokens, Parameters], cotangents: tuple[Array, Any]
 ) -> tuple[Tokens, None]:
     tokens, parameters = saved
-    out_specs = (P(call.place.axis), P(call.place.axis))
+    out_specs = (P(call.place.token_axes), P(call.place.token_axes))
     rows = (tokens, cotangents[0])
     of_x, of_weights = _on_ranks(_backward, rows, parameters, call, out_specs)
     return Tokens(of_x, None, of_weights, None), None  # pyright: ignore[reportArgumentType]
@@ -137,7 +194,8 @@ def _on_ranks(
     axis, mesh = call.place.axis, call.place.mesh
     if axis is None or mesh is None or call.place.inside:
         return local(rows, parameters)
-    in_specs = (jax.tree.map(lambda _: P(axis), rows), parameters.partition_specs(axis))
+    of_rows = P(call.place.token_axes)
+    in_specs = (jax.tree.map(lambda _: of_rows, rows), parameters.partition_specs(axis))
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(rows, parameters)
 
 
@@ -180,9 +238,16 @@ def _folding_batches(local: Callable[..., Any], call: Call) -> Callable[..., Any
 
 def _forward(tokens: Tokens, parameters: Parameters, call: Call) -> Result:
     """One rank's part of the call."""
+    compute = _compute if call.route is None else _launch
+    y, counts = compute(tokens, parameters, call)
+    if counts is not None and call.place.data_axes:
+        counts = lax.psum(counts, call.place.data_axes)
+    return y, counts
+
+
+def _compute(tokens: Tokens, parameters: Parameters, call: Call) -> Result:
+    """One rank's part of a call by `xla` or `reference`."""
     config, place, weights = call.config, call.place, parameters.weights
-    if call.route is not None:
-        return _launch(tokens, parameters, call)
     staged = _staged(tokens, parameters, call)
     counts = None
     if call.with_stats:
@@ -253,6 +318,12 @@ def _backward(
         num_ranks=place.num_ranks,
     )
     return zero_padding(of_x, mask).astype(x.dtype), of_weights
+
+
+def widened(rows: Array, config: MoEConfig) -> Array:
+    """Rows with zeros up to the config's hidden size."""
+    missing = config.hidden_size - rows.shape[1]
+    return jnp.pad(rows, ((0, 0), (0, missing))) if missing else rows
 
 
 def zero_padding(rows: Array, padding_mask: Array | None) -> Array:

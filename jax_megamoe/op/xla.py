@@ -20,6 +20,7 @@ from jax_megamoe.numerics.tokens import QuantizedTokens, restore_tokens
 from jax_megamoe.op.exchange import exchanged
 from jax_megamoe.op.staged_tokens import StagedTokens
 from jax_megamoe.weights.experts import stored_matrix
+from jax_megamoe.weights.layout import join_rows
 from jax_megamoe.weights.params import ExpertWeights, recipe_for
 from jax_megamoe.weights.regroup import restored_fields
 
@@ -300,10 +301,11 @@ def _expert_fields(weights: ExpertWeights, e: Array, mlp: _Mlp) -> dict[str, Any
     one = {name: array[e] for name, array in routed.items()}
     if mlp.stored_layout is not None:
         one = restored_fields(one, mlp.recipe.weights, mlp.stored_layout, mlp.layout)
+    bias = one.get("w13_bias")
     fields: dict[str, Any] = {
         "w13": _decode(one, "w13_weight", mlp),
         "w2": _decode(one, "w2_weight", mlp),
-        "w13_bias": one.get("w13_bias"),
+        "w13_bias": None if bias is None else join_rows(bias, mlp.layout, axis=-1),
         "w2_bias": one.get("w2_bias"),
     }
     fields["l1_alpha"], fields["l2_alpha"] = None, mlp.activation_scale

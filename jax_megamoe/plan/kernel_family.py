@@ -11,14 +11,14 @@ from jax_megamoe.plan.launch import LaunchPlan
 from jax_megamoe.plan.refusal import Refusal
 from jax_megamoe.plan.staging import Routing
 
-FactorRule = Literal["none", "as_stored", "folded", "input_scale_by_value"]
+FactorRule = Literal["none", "as_stored", "folded", "input_scale_apart"]
 """What becomes of NVFP4's float32 factors before a launch; `launch/factors.py` does it.
 
 * ``none``: the weights have none.
 * ``as_stored``: they are operands as they are.
 * ``folded``: gate and up have one each, and the inverse of the second inputs' scale is a factor of
   its own that w2's factors take back.
-* ``input_scale_by_value``: the second inputs' scale is a number of the launch.
+* ``input_scale_apart``: the second inputs' scale is an operand of its own.
 """
 
 
@@ -32,7 +32,8 @@ class Request:
         num_ranks: expert-parallel ranks.
         num_tokens: rows of each rank.
         with_stats: tokens per local expert are added to ``stats``.
-        l2_activation_scale: the scale of every second input, where the launch has it by value.
+        l2_activation_scale: the scale of every second input, where the launch has it by value;
+            None: it is an operand.
         routing: what topk_ids are; None: physical ids, -1 where unrouted.
         staging_by: one of `staging.STAGINGS`; None: the family's choice.
     """
@@ -42,7 +43,7 @@ class Request:
     num_ranks: int
     num_tokens: int
     with_stats: bool = False
-    l2_activation_scale: float = 1.0
+    l2_activation_scale: float | None = 1.0
     routing: Routing | None = None
     staging_by: str | None = None
 

@@ -21,7 +21,7 @@ def plan_mega_moe(
     source: str | None = None,
     *,
     with_stats: bool = False,
-    l2_activation_scale: float = 1.0,
+    l2_activation_scale: float | None = 1.0,
     routing: Routing | None = None,
     staging_by: str | None = None,
 ) -> LaunchPlan:
@@ -43,7 +43,9 @@ def plan_mega_moe(
     Args:
         source: of the kernel; None: the config's kernel_source, or the first that can.
         with_stats: tokens per local expert are added to ``stats``.
-        l2_activation_scale: NVFP4 of the vllm source: the scale of every layer-2 input.
+        l2_activation_scale: NVFP4 of the vllm source: the scale of every layer-2 input, by value.
+            None: the kernel reads it from an operand of this name, float32 [1], and
+            ``w2_weight_scale_2`` is multiplied by it already.
         routing: what topk_ids are; None: physical ids, -1 where unrouted.
         staging_by: one of `STAGINGS`; None: the source's kernel where it has one that does all
             that is asked for, else this package's. With ``"none"`` the caller fills the regions

@@ -23,7 +23,8 @@ class Problem:
         stats: whether tokens per local expert are counted.
         x_scales: whether tokens carry a float32 scale each (NVFP4).
         l1_alphas, l2_alphas, l2_act_scales: whether per-expert float32 factors are passed.
-        l2_activation_scale: the one scale of all layer-2 inputs (vllm's NVFP4, by value).
+        l2_activation_scale: the one scale of all layer-2 inputs (vllm's NVFP4), by value; None: an
+            operand of this name holds it.
         post_norm: RMS-normalise each expert's output before the combine.
         post_norm_weight: whether that norm has a weight.
         post_norm_weight_first: whether the weight multiplies before the norm.
@@ -54,7 +55,7 @@ class Problem:
     l1_alphas: bool = False
     l2_alphas: bool = False
     l2_act_scales: bool = False
-    l2_activation_scale: float = 1.0
+    l2_activation_scale: float | None = 1.0
     post_norm: bool = False
     post_norm_weight: bool = False
     post_norm_weight_first: bool = False

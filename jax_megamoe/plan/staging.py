@@ -134,6 +134,8 @@ def staging_launch(
         ),
     )
     real, mapped = problem.num_tokens > 0, routing.max_replicas > 0
+    # Where the kernel reads the scale from an operand, w2_weight_scale_2 has it as a factor.
+    scale = 1.0 if problem.l2_activation_scale is None else problem.l2_activation_scale
     scale_rows = "shared_l1_acts_sf" in regions and layout["shared_l1_acts_sf"].shape[0]
     arguments = (
         *staging_inputs(problem),
@@ -154,7 +156,7 @@ def staging_launch(
         Uint32("block_m", block_m),
         Uint32("shared_sf_rows", int(scale_rows)),
         Uint32("num_local_experts", problem.local_experts),
-        Float32("l2_activation_scale", problem.l2_activation_scale),
+        Float32("l2_activation_scale", scale),
     )
     config = LaunchConfig((max(1, problem.num_tokens), 1, 1), (threads, 1, 1))
     return KernelLaunch(kernel, config, arguments)

@@ -38,7 +38,9 @@ def record_loads(
     """
     counts = gathered(counts)
     slots = replicas.logical_to_physical
-    of_slots = jnp.where(slots >= 0, counts[jnp.maximum(slots, 0)], 0)
+    used = jnp.arange(slots.shape[1], dtype=jnp.int32)[None] < replicas.num_replicas[:, None]
+    used &= (slots >= 0) & (slots < counts.shape[0])
+    of_slots = jnp.where(used, counts[jnp.where(used, slots, 0)], 0)
     return loads * jnp.float32(decay) + of_slots.sum(axis=1).astype(jnp.float32)
 
 

@@ -238,14 +238,17 @@ def _scores(logits: Array, scoring: str) -> Array:
 
 
 def _best_groups(choice: Array, router: Router) -> Array:
-    """`choice` with -inf at the experts of all but the best groups."""
+    """`choice` with the least number at the experts of all but the best groups."""
     if router.top_groups == router.num_groups:
         return choice
     grouped = choice.reshape(choice.shape[0], router.num_groups, -1)
     best_two, _ = lax.top_k(grouped, 2)
     _, best = lax.top_k(best_two.sum(axis=-1), router.top_groups)
-    kept = (best[:, :, None] == jnp.arange(router.num_groups)[None, None]).any(axis=1)
-    return jnp.where(kept[:, :, None], grouped, -jnp.inf).reshape(choice.shape)
+    kept = (best[:, :, None] == jnp.arange(router.num_groups, dtype=jnp.int32)[None, None]).any(
+        axis=1
+    )
+    least = jnp.finfo(jnp.float32).min
+    return jnp.where(kept[:, :, None], grouped, least).reshape(choice.shape)
 
 
 def _looked_up(table: Array, token_ids: Any) -> Array:

@@ -19,7 +19,7 @@ from jax_megamoe.config import MoEConfig
 from jax_megamoe.mesh import gathered, has_explicit_axes
 from jax_megamoe.numerics.expert import count_tokens
 from jax_megamoe.routing.rebalance import imbalance
-from jax_megamoe.routing.replicas import ReplicaMap, logical_ids, physical_ids
+from jax_megamoe.routing.replicas import ReplicaMap, check_map, logical_ids, physical_ids
 
 RoutingCallback = Callable[[str, np.ndarray, np.ndarray | None], None]
 """Called with a layer's name, int32 topk_ids [T, K] and bool padding_mask [T] or None."""
@@ -73,12 +73,17 @@ def moe_stats(
             depends on its row within its rank.
 
     Raises:
-        ValueError: shapes that do not fit, rows or experts that do not divide by the ranks.
+        ValueError: shapes that do not fit, rows or experts that do not divide by the ranks, a map
+            that is not the config's.
+        TypeError: a dtype that does not fit.
     """
     _checks.shape("topk_ids", topk_ids, ("num_tokens", config.top_k))
+    _checks.dtype("topk_ids", topk_ids, ["int32"])
     num_tokens = topk_ids.shape[0]
     if padding_mask is not None:
         _checks.shape("padding_mask", padding_mask, (num_tokens,))
+    if eplb is not None:
+        check_map(config, eplb)
     config.experts_per_rank(num_ranks)
     _checks.multiple("topk_ids rows", num_tokens, num_ranks)
     topk_ids, padding_mask = gathered((topk_ids, padding_mask))

@@ -22,7 +22,6 @@ from jax_megamoe.weights.params import (
     ExpertWeights,
     check_weights,
     default_layout,
-    with_max_input_scale,
 )
 from jax_megamoe.weights.regroup import from_grouped
 from jax_megamoe.weights.requantize import quantize_matrix
@@ -30,7 +29,7 @@ from jax_megamoe.weights.requantize import quantize_matrix
 Matrices = tuple[Array, Array, Array]
 """gate [..., I, H], up [..., I, H], down [..., H, I]."""
 
-_SHARED_NAMES = {
+SHARED_NAMES = {
     "w13_weight": "shared_l1_weight",
     "w13_weight_scale": "shared_l1_weight_scale",
     "w2_weight": "shared_l2_weight",
@@ -94,7 +93,7 @@ def quantize_experts(
         fields |= _shared_fields(config, shared)
     weights = ExpertWeights(**fields, format=config.weight_format.name, layout=layout)
     check_weights(config, weights)
-    return with_max_input_scale(weights)
+    return weights
 
 
 def counted(what: str, fields: dict[str, Array]) -> dict[str, Array]:
@@ -147,8 +146,8 @@ def _bias_fields(
         _checks.dtype(name, bias, _FLOAT_DTYPES)
         check_finite(name, bias)
     gate, up, down = (jnp.asarray(bias, jnp.float32) for bias in biases)
-    rows = jnp.concatenate([gate, up], axis=-1)
-    return dict(w13_bias=layouts.w13_to_kernel(rows, layout, axis=-1), w2_bias=down)
+    rows = layouts.w13_to_kernel(jnp.concatenate([gate, up], axis=-1), layout, axis=-1)
+    return dict(w13_bias=layouts.split_rows(rows, layout, axis=-1), w2_bias=down)
 
 
 def _shared_fields(config: ExpertSpec, shared: Matrices) -> dict[str, Array]:
@@ -170,57 +169,19 @@ def _shared_fields(config: ExpertSpec, shared: Matrices) -> dict[str, Array]:
     form = WEIGHT_FORMATS[config.shared_format]
     one = {part: jnp.asarray(array)[None] for part, array in parts.items()}
     fields = _quantize(one, form=form, layout=INTERLEAVE_8)
-    return {_SHARED_NAMES[name]: array[0] for name, array in fields.items()}
-
-
-def random_experts(config: ExpertSpec, key: Array) -> ExpertWeights:
-    """Parameters drawn from a normal distribution of variance 1 / fan-in, made an expert at a time.
-
-    Args:
-        config: the layer; with num_shared_experts a fused shared expert where the format has one.
-        key: a JAX PRNG key.
-    """
-    form, layout = config.weight_format, default_layout(config)
-    inter, hidden = config.intermediate_size, config.hidden_size
-    keys = jax.random.split(key, config.logical_experts + 1)
-    fields = _random(keys[1:], inter=inter, hidden=hidden, form=form, layout=layout)
-    fields.pop(ROUNDED, None)
-    if config.recipe.activations.has_global_scale:
-        fields["w2_input_scale"] = _input_scales(None, config.logical_experts)
-    if config.logical_experts != config.num_experts:
-        slots = jnp.arange(config.num_experts) % config.logical_experts
-        fields = {name: array[slots] for name, array in fields.items()}
-    if config.num_shared_experts and config.shared_format is not None:
-        form, inter = WEIGHT_FORMATS[config.shared_format], config.shared_size
-        one = _random(keys[:1], inter=inter, hidden=hidden, form=form, layout=INTERLEAVE_8)
-        fields |= {_SHARED_NAMES[name]: array[0] for name, array in one.items()}
-    weights = ExpertWeights(**fields, format=config.weight_format.name, layout=layout)
-    return with_max_input_scale(weights)
-
-
-@partial(jax.jit, static_argnames=("inter", "hidden", "form", "layout"))
-def _random(
-    keys: Array, *, inter: int, hidden: int, form: WeightFormat, layout: str
-) -> dict[str, Array]:
-    def one(key: Array) -> dict[str, Array]:
-        first, second = jax.random.split(key)
-        w13 = jax.random.normal(first, (2 * inter, hidden), jnp.float32) * hidden**-0.5
-        w2 = jax.random.normal(second, (hidden, inter), jnp.float32) * inter**-0.5
-        return _expert_fields(w13, w2, form, layout)
-
-    return lax.map(one, keys)
+    return {SHARED_NAMES[name]: array[0] for name, array in fields.items()}
 
 
 @partial(jax.jit, static_argnames=("form", "layout"))
 def _quantize(parts: dict[str, Array], *, form: WeightFormat, layout: str) -> dict[str, Array]:
     def one(expert: dict[str, Array]) -> dict[str, Array]:
         w13 = jnp.concatenate([expert["gate"], expert["up"]], axis=0)
-        return _expert_fields(w13, expert["down"], form, layout)
+        return expert_fields(w13, expert["down"], form, layout)
 
     return lax.map(one, {name: jnp.asarray(array) for name, array in parts.items()})
 
 
-def _expert_fields(w13: Array, w2: Array, form: WeightFormat, layout: str) -> dict[str, Array]:
+def expert_fields(w13: Array, w2: Array, form: WeightFormat, layout: str) -> dict[str, Array]:
     first = matrix_fields("w13_weight", w13, form, layout)
     fields = first | matrix_fields("w2_weight", w2, form, layout)
     if ROUNDED in fields:
@@ -243,17 +204,19 @@ def matrix_fields(
     is_w13 = name == "w13_weight"
     to_rows = partial(layouts.w13_to_kernel, layout=layout) if is_w13 else lambda rows: rows
     quantised = quantize_matrix(w, form)
+    split = partial(layouts.split_rows, layout=layout if is_w13 else INTERLEAVE_8)
     if layout in PACKED_LAYOUTS:
         codes, scale = jnp.asarray(quantised.weight), jnp.asarray(quantised.scale)
         stored, factor, rounded = PACKED_LAYOUTS[layout].packed(
             codes, scale, w13=is_w13, global_scale=quantised.global_scale
         )
         return {name: stored, f"{name}_scale_2": factor, ROUNDED: rounded}
-    fields = {name: to_rows(jnp.asarray(quantised.weight))}
+    fields = {name: split(to_rows(jnp.asarray(quantised.weight)))}
     if quantised.scale is not None:
         scale = jnp.asarray(quantised.scale)
-        packed = form.weight.packs_scales
-        fields[f"{name}_scale"] = layouts.w2_scale_to_kernel(to_rows(scale)) if packed else scale
+        if form.weight.packs_scales:
+            scale = split(layouts.w2_scale_to_kernel(to_rows(scale)), axis=-1)
+        fields[f"{name}_scale"] = scale
     if quantised.global_scale is not None:
         fields[f"{name}_scale_2"] = jnp.asarray(quantised.global_scale)
     return fields
@@ -265,7 +228,7 @@ def stored_matrix(
     """Decoded values of a stored matrix, rows in stored order, factors of whole experts left out.
 
     Args:
-        weight: [..., N, K / v] of `ExpertWeights`.
+        weight: [..., N, K / v], or with the rows in tiles, of `ExpertWeights`.
         scale: the block scales that belong to it.
         form: its format.
         w13: whether rows are gate and up.
@@ -276,6 +239,8 @@ def stored_matrix(
     """
     if layout in PACKED_LAYOUTS:
         return PACKED_LAYOUTS[layout].values(weight)
+    if w13:
+        weight = layouts.join_rows(weight, layout)
     if scale is None:
         return weight
     if form.weight.scale == "float32":
@@ -284,6 +249,8 @@ def stored_matrix(
             rows = jnp.repeat(jnp.repeat(factor, 128, axis=-2), 128, axis=-1)
             values = values * (layouts.w13_to_kernel(rows, layout) if w13 else rows)
         return values
+    if w13:
+        scale = layouts.join_rows(scale, layout, axis=-1)
     scales = layouts.w2_scale_from_kernel(scale)
     if form.weight.scale == "e4m3":
         scales = lax.bitcast_convert_type(scales, jnp.float8_e4m3fn)
@@ -324,10 +291,11 @@ def dequantize_biases(weights: ExpertWeights) -> dict[str, Array]:
     """gate_bias [E, I], up_bias [E, I] and down_bias [E, H] in float32; empty without biases."""
     if weights.w13_bias is None:
         return {}
-    if weights.layout in GROUPED_LAYOUTS:
+    layout = weights.layout
+    if layout in GROUPED_LAYOUTS:
         gate, up = jnp.split(weights.w13_bias, 2, axis=-1)
     else:
-        gate, up = _halves(weights.w13_bias, weights.layout, axis=-1)
+        gate, up = _halves(layouts.join_rows(weights.w13_bias, layout, axis=-1), layout, axis=-1)
     return dict(gate_bias=gate, up_bias=up, down_bias=weights.w2_bias)
 
 

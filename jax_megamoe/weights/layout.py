@@ -79,6 +79,34 @@ W13_LAYOUTS = MappingProxyType(
 the sgl source for NVFP4, and the flashinfer source."""
 
 
+SGL_TILE = 32
+"""Rows of a tile in sgl's NVFP4 order."""
+
+
+def split_rows(rows: Array, layout: str, axis: int = -2) -> Array:
+    """Rows of w13 in a kernel's order as parameters hold them: ``sgl_fp4`` with an axis of tiles.
+
+    So an array's shape says its order, and no array in one order passes for one in the other.
+
+    Args:
+        rows: any array with w13's rows.
+        layout: their order.
+        axis: of the rows; with ``sgl_fp4`` it becomes [2I / 32, 32].
+    """
+    if layout != SGL_FP4.name:
+        return rows
+    axis %= rows.ndim
+    return rows.reshape(*rows.shape[:axis], -1, SGL_TILE, *rows.shape[axis + 1 :])
+
+
+def join_rows(array: Array, layout: str, axis: int = -2) -> Array:
+    """The inverse of `split_rows`; `axis` is that of the rows in the result."""
+    if layout != SGL_FP4.name:
+        return array
+    axis %= array.ndim - 1
+    return array.reshape(*array.shape[:axis], -1, *array.shape[axis + 2 :])
+
+
 def w13_to_kernel(weight: Array, layout: str, axis: int = -2) -> Array:
     """w13 [..., 2I, K] or any array with its rows, gate rows first, in the kernel's row order.
 

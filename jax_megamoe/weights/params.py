@@ -1,12 +1,14 @@
 """The parameters of a layer in kernel layout: `ExpertWeights`, its shapes and its checks."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jax_megamoe import _checks
 from jax_megamoe.config import ExpertSpec, MoEConfig
@@ -19,9 +21,13 @@ from jax_megamoe.formats import (
 )
 from jax_megamoe.plan import families
 from jax_megamoe.weights import grouped
+from jax_megamoe.weights.layout import split_rows
 from jax_megamoe.weights.packed import PACKED_LAYOUTS
 
-_META_FIELDS = ("format", "layout", "max_input_scale")
+W13_ROWS = MappingProxyType({"w13_weight": -2, "w13_weight_scale": -1, "w13_bias": -1})
+"""The axis of w13's rows in each field that has one, before `split_rows`."""
+
+_META_FIELDS = ("format", "layout")
 
 
 class SharedWeights(NamedTuple):
@@ -38,7 +44,10 @@ class ExpertWeights:
     """The expert parameters of one layer, in kernel layout; a pytree with static format and layout.
 
     E experts (of all ranks, or this rank's inside `shard_map`), H hidden, I intermediate, S shared
-    intermediate size, v values per stored element (2 for FP4), g values per block scale.
+    intermediate size, v values per stored element (2 for FP4), g values per block scale. In
+    ``"sgl_fp4"`` w13's rows lie in tiles of 32: [2I / 32, 32] in place of 2I in the shapes of
+    w13_weight, w13_weight_scale and w13_bias. So every layout of a format has shapes of its own,
+    and arrays that were moved from a layer of another layout are noticed (`layout_of`).
 
     Attributes:
         w13_weight: [E, 2I, H / v], gate and up rows interleaved; uint8 for FP4, else float8_e4m3fn
@@ -63,10 +72,6 @@ class ExpertWeights:
             ``"flashinfer_mxfp4"`` or ``"flashinfer_nvfp4"``; or ``"humming_bf16"`` or
             ``"humming_fp8"``, layouts of the implementation ``grouped`` with shapes of their own
             (`jax_megamoe.to_layout`).
-        max_input_scale: the largest w2_input_scale of all experts (1.0 when all are 0) as a number:
-            vllm's NVFP4 kernel takes it by value, so it is static and layers that differ in it are
-            traced apart, and stacked ones want it replaced by None. `with_max_input_scale` sets it
-            when parameters are made or loaded; None for all other kernels.
     """
 
     w13_weight: Any
@@ -84,7 +89,6 @@ class ExpertWeights:
     shared_l2_weight_scale: Any = None
     format: str = ""
     layout: str = INTERLEAVE_8
-    max_input_scale: float | None = None
 
     @property
     def shared(self) -> SharedWeights | None:
@@ -125,23 +129,6 @@ jax.tree_util.register_dataclass(
 )
 
 
-def with_max_input_scale(weights: ExpertWeights) -> ExpertWeights:
-    """`weights` with `max_input_scale` as its arrays have it, where a kernel takes it by value.
-
-    Reads w2_input_scale from the device. Parameters of other formats and layouts, and traced ones,
-    come back as they are.
-    """
-    scales = weights.w2_input_scale
-    if weights.layout != INTERLEAVE_8 or scales is None or isinstance(scales, Tracer):
-        return weights
-    sharding = getattr(scales, "sharding", None)
-    everywhere = None
-    if isinstance(sharding, NamedSharding):
-        everywhere = NamedSharding(sharding.mesh, PartitionSpec())
-    largest = float(jax.jit(jnp.max, out_shardings=everywhere)(scales))
-    return replace(weights, max_input_scale=largest if largest > 0 else 1.0)
-
-
 def default_layout(config: ExpertSpec) -> str:
     """The layout that the config's kernels read: w13's row order, and whether scales lie among the
     codes; the preferred kernel's where they differ.
@@ -155,6 +142,39 @@ def default_layout(config: ExpertSpec) -> str:
         return orders[0] if orders and not config.num_shared_experts else INTERLEAVE_8
     family = families.default_family(config)
     return INTERLEAVE_8 if family is None else family.w13_layout
+
+
+def known_layouts(config: ExpertSpec) -> tuple[str, ...]:
+    """Layouts that parameters of the config may have, the kernels' own first."""
+    layouts = families.layouts(config.recipe) or (INTERLEAVE_8,)
+    form = config.weight_format.name
+    return layouts + tuple(name for name, forms in GROUPED_LAYOUTS.items() if form in forms)
+
+
+def layout_of(config: ExpertSpec, arrays: Mapping[str, Any]) -> str:
+    """The layout of a layer's arrays, by their shapes and dtypes: each layout has its own.
+
+    Args:
+        config: the layer.
+        arrays: by field, all experts or one rank's.
+
+    Raises:
+        ValueError: shapes of none of the config's layouts.
+    """
+    names = [name for name in ("w13_weight", "w13_weight_scale", "w2_weight") if name in arrays]
+    for layout in known_layouts(config):
+        wanted = parameter_shapes(config, layout=layout)
+        fits = (
+            name in wanted
+            and tuple(arrays[name].shape[1:]) == wanted[name].shape[1:]
+            and arrays[name].dtype == wanted[name].dtype
+            for name in names
+        )
+        if all(fits) and ("w13_weight_scale" in wanted) == ("w13_weight_scale" in arrays):
+            return layout
+    got = ", ".join(f"{name} {list(arrays[name].shape)}" for name in names)
+    expected = f"shapes of one of the layouts {list(known_layouts(config))}"
+    raise ValueError(_checks.message("the layer's parameters", expected, got))
 
 
 def recipe_for(config: MoEConfig, weights: ExpertWeights) -> Recipe:
@@ -213,20 +233,16 @@ def parameter_shapes(
     if recipe.activations.has_global_scale:
         shapes["w2_input_scale"] = jax.ShapeDtypeStruct((experts,), jnp.float32)
     shapes["w13_bias"] = jax.ShapeDtypeStruct((experts, 2 * inter), jnp.float32)
+    for name, axis in W13_ROWS.items():
+        if name in shapes:
+            rows = shapes[name]
+            shapes[name] = jax.eval_shape(partial(split_rows, layout=layout, axis=axis), rows)
     shapes["w2_bias"] = jax.ShapeDtypeStruct((experts, hidden), jnp.float32)
     if config.num_shared_experts and config.shared_format:
         spec = WEIGHT_FORMATS[config.shared_format].weight
         shapes |= _matrix("shared_l1_weight", spec, (), 2 * config.shared_size, hidden)
         shapes |= _matrix("shared_l2_weight", spec, (), hidden, config.shared_size)
     return shapes
-
-
-def with_zero_biases(config: MoEConfig, weights: ExpertWeights) -> ExpertWeights:
-    """Parameters with biases of 0 in both matmuls."""
-    shapes = parameter_shapes(config)
-    names = ("w13_bias", "w2_bias")
-    zeros = {name: jnp.zeros(shapes[name].shape, shapes[name].dtype) for name in names}
-    return replace(weights, **zeros)
 
 
 def _matrix(
@@ -269,16 +285,16 @@ def check_weights(
                 "quantise or load the weights with the same config",
             )
         )
-    layouts = families.layouts(config.recipe) or (INTERLEAVE_8,)
-    layouts += tuple(name for name, forms in GROUPED_LAYOUTS.items() if weights.format in forms)
-    _checks.one_of("weights.layout", weights.layout, layouts)
+    _checks.one_of("weights.layout", weights.layout, known_layouts(config))
     by_row = getattr(weights.w13_weight_scale_2, "ndim", 1) == 2
-    layout = weights.layout if weights.layout in GROUPED_LAYOUTS else None
-    expected_shapes = parameter_shapes(config, num_experts, layout, by_row=by_row)
+    expected_shapes = parameter_shapes(config, num_experts, weights.layout, by_row=by_row)
     arrays = weights.arrays()
     _check_presence(arrays, expected_shapes)
     for name, array in arrays.items():
-        _checks.shape(f"weights.{name}", array, expected_shapes[name].shape)
+        wanted = expected_shapes[name].shape
+        in_order = name not in W13_ROWS or getattr(array, "ndim", 0) == len(wanted)
+        hint = "" if in_order else f"the arrays are not in the layout {weights.layout}"
+        _checks.shape(f"weights.{name}", array, wanted, hint)
         _checks.dtype(f"weights.{name}", array, [str(expected_shapes[name].dtype)])
 
 

@@ -155,8 +155,9 @@ def _checkpoint_order(
         weight, scale = expert[name], expert[f"{name}_scale"]
         w13 = name == "w13_weight"
         if w13:
-            weight = layouts.w13_from_kernel(weight, layout)
+            weight = layouts.w13_from_kernel(layouts.join_rows(weight, layout), layout)
         if form.weight.packs_scales:
+            scale = layouts.join_rows(scale, layout, axis=-1) if w13 else scale
             unpack = partial(layouts.w13_scale_from_kernel, layout=layout)
             scale = (unpack if w13 else layouts.w2_scale_from_kernel)(scale)
         parts[name] = weight, scale
@@ -185,7 +186,7 @@ def to_grouped(weights: ExpertWeights, layout: str, *, by_row: bool | None = Non
     arrays = _arranged(
         _moved(weights), form=form, old=weights.layout, new=layout, by_row=bool(by_row)
     )
-    return replace(weights, **arrays, layout=layout, max_input_scale=None)
+    return replace(weights, **arrays, layout=layout)
 
 
 def _moved(weights: ExpertWeights) -> dict[str, Array]:
@@ -210,7 +211,8 @@ def _arranged(
         for name, (weight, scale) in _checkpoint_order(expert, form, old).items():
             fields |= arrange(name, weight, scale, form, new, by_row=by_row)
         if "w13_bias" in expert:
-            fields["w13_bias"] = layouts.w13_from_kernel(expert["w13_bias"], old, axis=-1)
+            bias = layouts.join_rows(expert["w13_bias"], old, axis=-1)
+            fields["w13_bias"] = layouts.w13_from_kernel(bias, old, axis=-1)
         return fields
 
     return lax.map(one, arrays)
@@ -256,11 +258,13 @@ def restored_fields(
         weight, scale = restore(name, expert, form, old, n)
         w13 = name == "w13_weight"
         if w13:
-            weight = layouts.w13_to_kernel(weight, new)
+            weight = layouts.split_rows(layouts.w13_to_kernel(weight, new), new)
         if form.weight.packs_scales:
             pack = partial(layouts.w13_scale_to_kernel, layout=new)
             scale = (pack if w13 else layouts.w2_scale_to_kernel)(scale)
+            scale = layouts.split_rows(scale, new, axis=-1) if w13 else scale
         fields[name], fields[f"{name}_scale"] = weight, scale
     if "w13_bias" in expert:
-        fields["w13_bias"] = layouts.w13_to_kernel(expert["w13_bias"], new, axis=-1)
+        bias = layouts.w13_to_kernel(expert["w13_bias"], new, axis=-1)
+        fields["w13_bias"] = layouts.split_rows(bias, new, axis=-1)
     return fields

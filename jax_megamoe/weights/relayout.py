@@ -20,7 +20,7 @@ from jax_megamoe.formats import (
 from jax_megamoe.weights import layout as layouts
 from jax_megamoe.weights.experts import ROUNDED, counted
 from jax_megamoe.weights.packed import PACKED_LAYOUTS
-from jax_megamoe.weights.params import ExpertWeights, with_max_input_scale
+from jax_megamoe.weights.params import W13_ROWS, ExpertWeights
 from jax_megamoe.weights.regroup import from_grouped, to_grouped
 
 
@@ -61,10 +61,9 @@ def to_layout(weights: ExpertWeights, layout: str) -> ExpertWeights:
     _checks.one_of(f"layout of {weights.format}", layout, known)
     if layout in PACKED_LAYOUTS or weights.layout in PACKED_LAYOUTS:
         return _repacked(weights, layout)
-    names = ("w13_weight", "w13_weight_scale", "w13_bias")
-    arrays = {name: array for name, array in weights.arrays().items() if name in names}
+    arrays = {name: array for name, array in weights.arrays().items() if name in W13_ROWS}
     moved: dict[str, Any] = _moved_rows(arrays, old=weights.layout, new=layout)
-    return with_max_input_scale(replace(weights, **moved, layout=layout, max_input_scale=None))
+    return replace(weights, **moved, layout=layout)
 
 
 _LAYOUTS_OF = {
@@ -82,13 +81,14 @@ def _repacked(weights: ExpertWeights, layout: str) -> ExpertWeights:
     fields: dict[str, Any] = dict.fromkeys(
         ("w13_weight_scale", "w2_weight_scale", "w13_weight_scale_2", "w2_weight_scale_2")
     )
-    fields |= dict(made, w2_input_scale=None, max_input_scale=None)
+    fields |= dict(made, w2_input_scale=None)
     if weights.format == "nvfp4" and layout not in PACKED_LAYOUTS:
         fields["w2_input_scale"] = jnp.zeros_like(made["w2_weight_scale_2"])
     if weights.w13_bias is not None:
-        rows = layouts.w13_from_kernel(weights.w13_bias, weights.layout, -1)
-        fields["w13_bias"] = layouts.w13_to_kernel(rows, layout, -1)
-    return with_max_input_scale(replace(weights, **fields, layout=layout))
+        rows = layouts.join_rows(weights.w13_bias, weights.layout, -1)
+        rows = layouts.w13_to_kernel(layouts.w13_from_kernel(rows, weights.layout, -1), layout, -1)
+        fields["w13_bias"] = layouts.split_rows(rows, layout, -1)
+    return replace(weights, **fields, layout=layout)
 
 
 @partial(jax.jit, static_argnames=("old", "new"))
@@ -108,8 +108,10 @@ def _repack(arrays: dict[str, Array], *, old: str, new: str) -> dict[str, Array]
                 fields[name], rounded = stored, rounded + count
             else:
                 to_rows = partial(layouts.w13_to_kernel, layout=new) if is_w13 else lambda a: a
-                fields[name] = to_rows(codes)
-                fields[f"{name}_scale"] = layouts.w2_scale_to_kernel(to_rows(scales))
+                split = partial(layouts.split_rows, layout=new if is_w13 else INTERLEAVE_8)
+                fields[name] = split(to_rows(codes))
+                words = layouts.w2_scale_to_kernel(to_rows(scales))
+                fields[f"{name}_scale"] = split(words, axis=-1)
             if outer is not None:
                 fields[f"{name}_scale_2"] = outer
         return fields | ({ROUNDED: rounded} if new in PACKED_LAYOUTS else {})
@@ -123,7 +125,10 @@ def _checkpoint_order(
     """Codes, scale bytes and NVFP4's global scale of a stored matrix, gate rows first."""
     outer = expert.get(f"{name}_scale_2")
     if layout not in PACKED_LAYOUTS:
-        codes, scales = expert[name], layouts.w2_scale_from_kernel(expert[f"{name}_scale"])
+        order = layout if name == "w13_weight" else INTERLEAVE_8
+        codes = layouts.join_rows(expert[name], order)
+        words = layouts.join_rows(expert[f"{name}_scale"], order, axis=-1)
+        scales = layouts.w2_scale_from_kernel(words)
     else:
         codes, scales = PACKED_LAYOUTS[layout].unpack(expert[name])
         if outer is not None and PACKED_LAYOUTS[layout].weight_format == "mxfp4":
@@ -140,9 +145,12 @@ def _moved_rows(arrays: dict[str, Array], *, old: str, new: str) -> dict[str, Ar
     """w13's arrays of one layout in another."""
 
     def moved(name: str, rows: Array) -> Array:
+        axis = W13_ROWS[name]
+        rows = layouts.join_rows(rows, old, axis)
         if name == "w13_weight_scale":
-            return layouts.w13_scale_to_kernel(layouts.w13_scale_from_kernel(rows, old), new)
-        axis = -1 if name == "w13_bias" else -2
-        return layouts.w13_to_kernel(layouts.w13_from_kernel(rows, old, axis), new, axis)
+            rows = layouts.w13_scale_to_kernel(layouts.w13_scale_from_kernel(rows, old), new)
+        else:
+            rows = layouts.w13_to_kernel(layouts.w13_from_kernel(rows, old, axis), new, axis)
+        return layouts.split_rows(rows, new, axis)
 
     return {name: moved(name, rows) for name, rows in arrays.items()}

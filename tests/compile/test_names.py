@@ -15,6 +15,7 @@ from jax_megamoe.config import MoEConfig
 from jax_megamoe.formats import WEIGHT_FORMATS
 from jax_megamoe.plan import plan_mega_moe
 from jax_megamoe.plan.families.flashinfer_launch import WIDE_INTERMEDIATE
+from jax_megamoe.plan.families.vllm_sm100_nvfp4 import SCALE_BY_POINTER
 from jax_megamoe.plan.launch import KernelLaunch
 from jax_megamoe.runtime.devices import KNOWN_DEVICES
 
@@ -29,7 +30,12 @@ GOOD = {
         ("void*", "const float*", "unsigned long long*", "uint32_t", "const __nv_bfloat16*"),
         ("deep_gemm::layout::SymBuffer<8>", "cute::TmaDescriptor"),
     ],
-    "prelude": ["", "#define MEGAMOE_NUM_SMS 132\n", f"#define A 1\n{WIDE_INTERMEDIATE}"],
+    "prelude": [
+        "",
+        SCALE_BY_POINTER,
+        "#define MEGAMOE_NUM_SMS 132\n",
+        f"#define A 1\n{WIDE_INTERMEDIATE}",
+    ],
 }
 BAD = {
     "arch": ["", "sm_90a -include /etc/passwd", "compute_90", "sm_90a\n"],

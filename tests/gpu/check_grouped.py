@@ -29,7 +29,7 @@ from jax_megamoe.launch import grouped
 from jax_megamoe.plan.grouped.layer import GroupedLayer, plan_grouped, planned_arch
 from jax_megamoe.plan.launch import KernelLaunch
 from jax_megamoe.runtime.devices import device_spec
-from jax_megamoe.weights.experts import random_experts
+from jax_megamoe.weights.drawn import random_experts
 
 TOKENS = (1, 7, 64, 129, 700)
 VARIED = 64

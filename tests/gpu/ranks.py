@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_megamoe as mm
-from jax_megamoe.weights.experts import random_experts
+from jax_megamoe.weights.drawn import random_experts
 from jax_megamoe.weights.params import ExpertWeights
 
 Numpy = np.ndarray[Any, Any]

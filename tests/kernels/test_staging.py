@@ -11,7 +11,7 @@ import staged
 from kernels.on_host import HostKernels
 from staged import FORMS, Form
 
-from jax_megamoe import replica_map
+from jax_megamoe import ReplicaMap, replica_map
 from jax_megamoe.compile import MissingDependency, build
 from jax_megamoe.compile.cache import KernelCache
 from jax_megamoe.compile.compiler import COMPILERS
@@ -50,9 +50,16 @@ def test_rows_of_any_width(on_host, hidden_size):
 
 
 REPLICAS = replica_map(np.array([0, 1, 2, 3, 4, 2, 2, 4]), 5)
+OUT_OF_RANGE = ReplicaMap(
+    np.array([[0, -1], [8, -1], [99, -7], [-1, 3], [4, 2**30]], np.int32),
+    np.array([1, 1, 2, 3, 0], np.int32),
+)
+"""Slots that do not exist, one of a negative number; three replicas in two places; no replica."""
 
 
-@pytest.mark.parametrize("eplb", [None, REPLICAS], ids=["initial map", "map"])
+@pytest.mark.parametrize(
+    "eplb", [None, REPLICAS, OUT_OF_RANGE], ids=["initial map", "map", "out of range"]
+)
 def test_replicas(on_host, eplb):
     case = staged.hard_case(FORMS[0], 129, mask=True, eplb=eplb, num_logical_experts=5)
     assert_staged(on_host, case)

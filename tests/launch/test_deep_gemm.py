@@ -293,43 +293,51 @@ def test_sgl_takes_nvfp4_factors_as_pairs_and_one_input_scale(emulation: Emulati
     )
 
 
-def test_vllm_takes_nvfp4s_input_scale_by_value(emulation: Emulation) -> None:
+def test_vllm_reads_nvfp4s_input_scale_from_an_array(emulation: Emulation) -> None:
+    """Two layers that differ in it alone are one program."""
     cfg = config("nvfp4", kernel_source="vllm", hidden_size=512, num_shared_experts=1)
-    weights = cases.weights(cfg)
+    weights, symbol = cases.weights(cfg), "sm100_nvfp4_mega_moe_impl"
+    halved = dataclasses.replace(weights, w2_input_scale=weights.w2_input_scale / 2)
+    unscaled = dataclasses.replace(weights, w2_input_scale=jnp.zeros_like(weights.w2_input_scale))
+    apply = jax.jit(partial(mm.mega_moe, config=cfg, mesh=cases.ep_mesh(4), axis="ep"))
+    inputs = cases.tokens(cfg, TOKENS)
     largest = float(weights.w2_input_scale.max())
-    assert weights.max_input_scale == largest != 1
-    call(cfg, mesh=cases.ep_mesh(4), axis="ep")
-    launches = emulation.launches("sm100_nvfp4_mega_moe_impl")
-    assert len(launches) == 4
-    for launch in launches.values():
-        assert struct.unpack("<f", bytes.fromhex(launch["parameters"][4]))[0] == largest
-        (staging,) = (
-            each["parameters"]
-            for device, each in emulation.launches(STAGING).items()
-            if device == launch["device"]
-        )
-        alpha, scale = staging[14], staging[-1]  # what it writes is what the kernel reads
-        assert alpha == launch["parameters"][3]
-        assert struct.unpack("<f", bytes.fromhex(scale))[0] == largest
-    assert len(emulation.launches(STAGING)) == 4
+    for each, want in ((weights, largest), (halved, largest / 2), (unscaled, 1.0)):
+        compiled = apply.lower(*inputs, each).compile()
+        (spec,) = (spec for spec in emulation.built if spec.symbol == symbol)
+        name = kernel_name(extension.encode_kernel(spec))
+        emulation.driver.clear()
+        emulation.driver.peek(name, 4, 4)
+        jax.block_until_ready(compiled(*inputs, each))
+        launches = emulation.launches(symbol)
+        assert len(launches) == 4
+        for launch in launches.values():
+            assert struct.unpack("<f", bytes.fromhex(launch["peeked"]))[0] == np.float32(want)
+            (staging,) = (
+                other["parameters"]
+                for device, other in emulation.launches(STAGING).items()
+                if device == launch["device"]
+            )
+            alpha, scale = staging[14], staging[-1]  # what it writes is what the kernel reads
+            assert alpha == launch["parameters"][3]
+            assert struct.unpack("<f", bytes.fromhex(scale))[0] == 1
+    assert apply._cache_size() <= 1
     # Before each call every rank clears the words that replays of a CUDA graph would repeat.
     fills = emulation.driver.calls("cuMemsetD8Async")
     assert [each["count"] for each in fills] == [576] * 4
 
 
-def test_vllms_nvfp4_output_is_nan_when_the_scale_is_not_the_arrays(emulation: Emulation) -> None:
+def test_vllms_nvfp4_factors(emulation: Emulation) -> None:
     weights = cases.weights(config("nvfp4", kernel_source="vllm"))
-    largest = weights.max_input_scale
-    for scale, same in ((largest, True), (2 * largest, False), (largest / 2, False)):
-        stale = dataclasses.replace(weights, max_input_scale=scale)
-        factors = jax.shard_map(
-            lambda one: FACTORS["input_scale_by_value"](one, "ep"),
-            mesh=cases.ep_mesh(4),
-            in_specs=(stale.partition_specs("ep"),),
-            out_specs=P("ep"),
-        )(stale)["w2_weight_scale_2"]
-        want = np.asarray(weights.w2_weight_scale_2) if same else np.full(16, np.nan, np.float32)
-        np.testing.assert_array_equal(factors, want)
+    factors = jax.shard_map(
+        lambda one: FACTORS["input_scale_apart"](one, "ep"),
+        mesh=cases.ep_mesh(4),
+        in_specs=(weights.partition_specs("ep"),),
+        out_specs=dict(w2_weight_scale_2=P("ep"), l2_activation_scale=P()),
+    )(weights)
+    largest = weights.w2_input_scale.max()
+    np.testing.assert_array_equal(factors["l2_activation_scale"], largest[None])
+    np.testing.assert_array_equal(factors["w2_weight_scale_2"], weights.w2_weight_scale_2 * largest)
 
 
 # Many calls.

@@ -4,7 +4,7 @@ import golden_records
 import pytest
 from emulation import Emulation, kernel_name
 from golden_launches import Record, first_difference
-from golden_replay import Observer, launch_of, replay, replays
+from golden_replay import BY_POINTER, Observer, launch_of, replay, replays
 
 from jax_megamoe.plan.sm100 import locality_table
 from jax_megamoe.runtime import extension
@@ -57,6 +57,9 @@ def assert_replayed(record: Record, emulation: Emulation) -> None:
     emulation.driver.clear()
     if has_table:
         emulation.driver.peek(name, len(golden["args"]) - 1, inputs["num_sms"])
+    for index, each in enumerate(golden["args"]):
+        if each["name"] == BY_POINTER:
+            emulation.driver.peek(name, index, 4)
     known = call.run()
     launches = emulation.launches(golden["entry"])
     assert sorted(launches) == sorted(call.group)

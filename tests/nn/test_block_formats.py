@@ -129,6 +129,49 @@ def test_the_shared_expert_follows() -> None:
         np.testing.assert_array_equal(np.asarray(array), stored.astype(np.float32))
 
 
+@pytest.mark.parametrize("form", ["mxfp4", "mxfp8"])
+def test_a_shared_expert_keeps_its_precision(form: str, caplog: pytest.LogCaptureFixture) -> None:
+    """In bfloat16 in the file: beside these experts it would be fused in MXFP8."""
+    hf_config = BY_NAME["deepseek_v3"].hf_config
+    tensors = bf16_tensors("deepseek_v3", OWN)
+    names = [f"{OWN}.shared_experts.{part}.weight" for part in files.PROJ.values()]
+    options: dict[str, Any] = dict(max_num_tokens=31, weight_format=form)
+    # Known from the config, or from the file alone.
+    hidden = FP8 | dict(quant_method="fp8")
+    for config in (hf_config, hf_config | dict(quantization_config=hidden)):
+        with caplog.at_level("INFO", "jax_megamoe"):
+            block = mm.MegaMoEBlock.from_config(config, **options)
+            assert (block.config.num_shared_experts == 0) == (config is hf_config)
+            block.load(tensors, 1)
+        assert block.config.num_shared_experts == 0 and block.shared_expert is not None
+        for name, attribute in zip(names, files.PROJ.values(), strict=True):
+            held = getattr(block.shared_expert, attribute)[...]
+            np.testing.assert_array_equal(np.asarray(held), tensors[name])
+    reason = f"it is stored as bf16, and {form} kernels would fuse it as mxfp8"
+    lines = [record.getMessage() for record in caplog.records]
+    assert len([line for line in lines if line.endswith(reason)]) == 1
+    lossy = mm.MegaMoEBlock.from_config(hf_config, shared_format="mxfp8", **options)
+    lossy.load(tensors, 1)
+    assert (lossy.config.num_shared_experts, lossy.shared_expert) == (1, None)
+    decoded = dequantize_shared(lossy.config, lossy.experts.weights)
+    error = np.abs(np.asarray(decoded[0]) - tensors[names[0]].astype(np.float32)).max()
+    assert error > 0
+
+
+def test_a_shared_expert_is_fused_in_the_precision_of_the_file() -> None:
+    """NVFP4's kernels fuse MXFP8 or BF16."""
+    hf_config = BY_NAME["deepseek_v3"].hf_config
+    block = mm.MegaMoEBlock.from_config(
+        hf_config, max_num_tokens=32, weight_format="nvfp4", kernel_source="vllm"
+    )
+    tensors = bf16_tensors("deepseek_v3", OWN)
+    block.load(tensors, 1)
+    assert (block.config.num_shared_experts, block.config.shared_format) == (1, "bf16")
+    decoded = dequantize_shared(block.config, block.experts.weights)
+    stored = tensors[f"{OWN}.shared_experts.gate_proj.weight"]
+    np.testing.assert_array_equal(np.asarray(decoded[0]), stored.astype(np.float32))
+
+
 def test_a_layer_that_cannot_be_loaded_changes_nothing() -> None:
     block = made("deepseek_v3", FP8 | dict(ignore=[OWN]))
     before = block.config

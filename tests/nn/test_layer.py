@@ -64,13 +64,14 @@ def test_passes_every_argument() -> None:
 def test_parameters_are_params_sharded_over_the_axis(kind: AxisType) -> None:
     cfg = cases.config("nvfp4", num_shared_experts=1)
     moe = layer(cfg, 4, kind)
-    params = nnx.state(moe, nnx.Param)
+    assert not nnx.to_flat_state(nnx.state(moe, nnx.Param))
+    params = nnx.state(moe, mm.ExpertVariable)
     held = {path[-1]: leaf for path, leaf in nnx.to_flat_state(params)}
     shapes = parameter_shapes(cfg)
     assert set(held) == {name for name in shapes if not name.endswith("_bias")}
     for name, param in held.items():
         array = param[...]
-        assert isinstance(getattr(moe, name), nnx.Param)
+        assert isinstance(getattr(moe, name), mm.ExpertVariable)
         assert (array.shape, array.dtype) == (shapes[name].shape, shapes[name].dtype)
         spec = P() if name.startswith("shared_") else P("ep")
         wanted = NamedSharding(moe.mesh, spec)

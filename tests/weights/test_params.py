@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jax_megamoe.weights.params import ARRAY_FIELDS, check_weights, default_layout, parameter_shapes
+import jax_megamoe as mm
+from jax_megamoe.weights.params import (
+    ARRAY_FIELDS,
+    check_weights,
+    default_layout,
+    known_layouts,
+    layout_of,
+    parameter_shapes,
+)
 
 BYTES = {"mxfp4": 0.5 + 1 / 32, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16, "bf16": 2.0}
 
@@ -18,7 +26,7 @@ SHAPES = {
     # For E 16, H 256, I 128, by hand: stored dtype, [E, 2I, H / v], scale words.
     "mxfp4": ("uint8", (16, 256, 128), "int32", (16, 2, 256), (16, 256, 64), (16, 1, 256)),
     "mxfp8": ("float8_e4m3fn", (16, 256, 256), "int32", (16, 2, 256), (16, 256, 128), (16, 1, 256)),
-    "nvfp4": ("uint8", (16, 256, 128), "int32", (16, 4, 256), (16, 256, 64), (16, 2, 256)),
+    "nvfp4": ("uint8", (16, 8, 32, 128), "int32", (16, 4, 8, 32), (16, 256, 64), (16, 2, 256)),
     "bf16": ("bfloat16", (16, 256, 256), None, None, (16, 256, 128), None),
     "fp8_block": (
         "float8_e4m3fn",
@@ -47,7 +55,8 @@ def test_shapes(form: str) -> None:
     if form.endswith("4_block"):
         for name in ("w13_weight_scale_2", "w2_weight_scale_2"):
             want[name] = ((16,), "float32")
-    want["w13_bias"], want["w2_bias"] = ((16, 256), "float32"), ((16, 256), "float32")
+    bias = (16, 8, 32) if form == "nvfp4" else (16, 256)
+    want["w13_bias"], want["w2_bias"] = (bias, "float32"), ((16, 256), "float32")
     assert {name: (s.shape, str(s.dtype)) for name, s in shapes.items()} == want
     assert parameter_shapes(cases.config(form), 2)["w13_weight"].shape == (2, *w13[1:])
 
@@ -74,13 +83,38 @@ def test_bytes(form: str) -> None:
     assert cases.weights(cases.config(form)).num_bytes == values * BYTES[form] + globals_
 
 
-def test_is_a_pytree_with_static_format_and_layout() -> None:
+@pytest.mark.parametrize("form", cases.FORMATS)
+def test_every_layout_of_a_format_has_shapes_of_its_own(form: str) -> None:
+    """So that arrays say their layout, whoever moves them."""
+    cfg = cases.config(form)
+    found: dict[tuple[Any, ...], str] = {}
+    for layout in known_layouts(cfg):
+        for by_row in (False, True):
+            shapes = parameter_shapes(cfg, layout=layout, by_row=by_row)
+            names = [name for name in shapes if name.startswith(("w13_weight", "w2_weight"))]
+            key = tuple((name, shapes[name].shape, str(shapes[name].dtype)) for name in names)
+            assert found.setdefault(key, layout) == layout
+            assert layout_of(cfg, {name: shapes[name] for name in names}) == layout
+    with pytest.raises(ValueError, match=r"^the layer's parameters: expected shapes of one of the"):
+        layout_of(cfg, {name: jnp.zeros((1, 3)) for name in names})
+
+
+@pytest.mark.parametrize("name", ["w13_weight", "w13_weight_scale"])
+def test_fields_of_two_row_orders(name: str) -> None:
+    cfg = cases.config("nvfp4")
+    other = mm.to_layout(cases.weights(cfg), "interleave8")
+    mixed = dataclasses.replace(cases.weights(cfg), **{name: getattr(other, name)})
+    message = r"^weights.w13_.*: expected shape .*; the arrays are not in the layout sgl_fp4"
+    with pytest.raises(ValueError, match=message):
+        check_weights(cfg, mixed)
+
+
+def test_is_a_pytree_with_a_static_format() -> None:
     weights = cases.weights(cases.config("nvfp4", num_shared_experts=1))
     leaves, tree = jax.tree.flatten(weights)
     assert len(leaves) == len(weights.arrays()) == 11
     again = jax.tree.unflatten(tree, leaves)
     assert (again.format, again.layout) == ("nvfp4", "interleave8")
-    assert tree != jax.tree.structure(dataclasses.replace(weights, layout="sgl_fp4"))
     with pytest.raises(dataclasses.FrozenInstanceError):
         weights.format = "bf16"  # type: ignore[misc]
 
@@ -194,6 +228,10 @@ def test_refused_for_the_config() -> None:
     message = r"^weights.w2_input_scale: expected None: this config has no such parameter, got"
     with pytest.raises(ValueError, match=message):
         check_weights(mxfp8, superfluous)
+    tiled = weights.w13_weight.reshape(16, 8, 32, 256)
+    message = r"^weights.w13_weight: expected shape \[16, 256, 256\], got shape \[16, 8, 32, 256\]"
+    with pytest.raises(ValueError, match=message):
+        check_weights(mxfp8, dataclasses.replace(weights, w13_weight=tiled))
     message = r"^weights.layout: expected one of \['interleave8', 'humming_bf16'\], got 'sgl_fp4'$"
     with pytest.raises(ValueError, match=message):
         check_weights(mxfp8, dataclasses.replace(weights, layout="sgl_fp4"))

@@ -234,7 +234,8 @@ __device__ __forceinline__ uint32_t page_row(uint32_t token, uint32_t block_m) {
 }
 
 // Physical slot of a logical expert for a token: of its replicas the one that the token's hash
-// picks. Without a map slot p holds the logical expert p % num_logical.
+// picks. -1 where the map has a number of replicas or a slot that is out of range. Without a map
+// slot p holds the logical expert p % num_logical.
 __device__ __forceinline__ int32_t to_physical(uint32_t logical, uint32_t token,
                                                const int32_t* __restrict__ logical_to_physical,
                                                const int32_t* __restrict__ num_replicas,
@@ -245,18 +246,21 @@ __device__ __forceinline__ int32_t to_physical(uint32_t logical, uint32_t token,
     const uint32_t count = (num_experts - 1 - logical) / num_logical + 1;
     return static_cast<int32_t>(logical + hash % count * num_logical);
   }
-  const uint32_t count = max(static_cast<uint32_t>(num_replicas[logical]), 1u);
-  const uint32_t replica = min(hash % count, max_replicas - 1);
-  return logical_to_physical[static_cast<size_t>(logical) * max_replicas + replica];
+  // As unsigned numbers, negative ones are too large.
+  const auto count = static_cast<uint32_t>(num_replicas[logical]);
+  if (count == 0 || count > max_replicas) return -1;
+  const size_t entry = static_cast<size_t>(logical) * max_replicas + hash % count;
+  const int32_t slot = logical_to_physical[entry];
+  return static_cast<uint32_t>(slot) < num_experts ? slot : -1;
 }
 
 // One block a token, and at least one block.
 //
 // x [num_tokens, kHidden] BF16; topk_ids, topk_weights [num_tokens, top_k], top_k at most 32;
 // padding_mask [num_tokens] bool, or null; logical_to_physical [num_logical, max_replicas] and
-// num_replicas [num_logical], or null. Ids are logical; those out of range and those of padding
-// become -1 with the weight 0. l2_alpha [num_local_experts], if not null, becomes w2_weight_scale_2
-// times l2_activation_scale.
+// num_replicas [num_logical], or null. Ids are logical; those out of range, those of padding and
+// those whose slot in the map is out of range become -1 with the weight 0. l2_alpha
+// [num_local_experts], if not null, becomes w2_weight_scale_2 times l2_activation_scale.
 //
 // Scale words of tokens are [num_tokens, words]; those of the shared expert [words,
 // shared_sf_rows], a token in the row `page_row` says.
@@ -302,10 +306,11 @@ __global__ void __launch_bounds__(kThreads, 4)
     const auto logical = static_cast<uint32_t>(topk_ids[slot]);
     const bool padding = padding_mask != nullptr && padding_mask[token];
     const bool known = !padding && logical < num_logical;
-    buf_topk_idx[slot] = known ? to_physical(logical, token, logical_to_physical, num_replicas,
-                                             num_experts, num_logical, max_replicas)
-                               : -1;
-    buf_topk_weights[slot] = known ? topk_weights[slot] : 0.0f;
+    const int32_t physical = known ? to_physical(logical, token, logical_to_physical, num_replicas,
+                                                 num_experts, num_logical, max_replicas)
+                                   : -1;
+    buf_topk_idx[slot] = physical;
+    buf_topk_weights[slot] = physical >= 0 ? topk_weights[slot] : 0.0f;
   }
 
   uint32_t largest = 0;

@@ -12,10 +12,12 @@ from jax_megamoe.plan.launch import (
     Float32,
     KernelArgument,
     KernelLaunch,
+    Pointer,
     SymmetricBuffer,
     Uint32,
     optional,
 )
+from jax_megamoe.plan.operand import Operand
 from jax_megamoe.plan.sm100 import Sm100Launch
 from jax_megamoe.plan.sm100_family import Sm100Family
 from jax_megamoe.plan.sm100_traits import (
@@ -60,6 +62,13 @@ _TRAITS = Sm100Traits(
     activation_names=("swiglu", "swiglustep"),
 )
 
+_SCALE = "l2_activation_scale"
+
+SCALE_BY_POINTER = f"#define {_SCALE} *{_SCALE}_pointer\n"
+"""Makes the kernel's parameter ``const float`` a ``const float*`` and reads it at each of its uses,
+which are factors. By value the scale would be part of the program: layers that differ in it would
+be compiled apart, and one program could not run a stack of them."""
+
 _MAX_COMPACT = 32
 _SMALL_INTERMEDIATE = 2048
 
@@ -88,18 +97,26 @@ def _launch(launcher: Sm100Launch) -> KernelLaunch:
         cpp_bool(decode_shaped or problem.intermediate_size <= _SMALL_INTERMEDIATE),
         cpp_bool(decode_shaped),
     ]
+    by_pointer = problem.l2_activation_scale is None
+    scale: KernelArgument = Pointer(_SCALE, Operand(_SCALE))
+    if problem.l2_activation_scale is not None:
+        scale = Float32(_SCALE, problem.l2_activation_scale)
+    scale_type = "const float*" if by_pointer else "float"
     arguments: list[KernelArgument] = [
         launcher.output(),
         launcher.stats(),
         optional("l1_alpha", "w13_weight_scale_2", problem.l1_alphas),
         optional("l2_alpha", L2_ALPHA, problem.l2_alphas),
-        Float32("l2_activation_scale", problem.l2_activation_scale),
+        scale,
         Uint32("num_tokens", problem.num_tokens),
         SymmetricBuffer("sym_buffer"),
         *launcher.maps(),
     ]
-    types = ["void*", "int*", "const float*", "const float*", "float", "uint32_t"]
-    return launcher.launch(template, arguments, types, arch(launcher.device))
+    types = ["void*", "int*", "const float*", "const float*", scale_type, "uint32_t"]
+    launch = launcher.launch(template, arguments, types, arch(launcher.device))
+    if not by_pointer:
+        return launch
+    return replace(launch, kernel=replace(launch.kernel, prelude=SCALE_BY_POINTER))
 
 
 FAMILY = Sm100Family(
@@ -109,5 +126,5 @@ FAMILY = Sm100Family(
     traits=_TRAITS,
     mega_launch=_launch,
     clears_ready_words=True,
-    factors="input_scale_by_value",
+    factors="input_scale_apart",
 )

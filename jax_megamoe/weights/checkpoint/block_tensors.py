@@ -25,6 +25,9 @@ from jax_megamoe.weights.checkpoint.select import Scheme, layer_scheme, read_qua
 from jax_megamoe.weights.checkpoint.tensors import Checkpoint, HeldTensor, Tensor
 from jax_megamoe.weights.experts import dequantize_experts
 
+_FLOATING = ("bfloat16", "float16", "float32")
+_POWERS = ("float8_e8m0fnu", "uint8")
+
 
 class BlockTensors:
     """The tensors of one layer's MoE block, by their names within it.
@@ -163,6 +166,30 @@ class BlockTensors:
             quantization_config = otherwise
         names = [f"{self.prefix}.{name}" for name in self._names if name.startswith("experts.")]
         return layer_scheme(quantization_config, f"{self.prefix}.experts", names, self._named)
+
+    def shared_scheme(self) -> str | None:
+        """How the shared expert is stored; None where there is none.
+
+        ``"bf16"`` for floating point, ``"mxfp8"`` for FP8 under powers of two, which blocks of 32
+        hold whatever the grid, ``"fp8"`` under other scales, else what its bytes are.
+        """
+        names = sorted(name for name in self._names if name.startswith(SHARED_NAMES))
+        found: dict[str, None] = {}
+        for name in names:
+            stem, _, suffix = name.rpartition(".")
+            if suffix not in ("weight", "weight_packed"):
+                continue
+            scales = [n for n in names if n.startswith(f"{stem}.") and "scale" in n.split(".")[-1]]
+            scales = [str(self._tensor(n).dtype) for n in scales if "input" not in n]
+            dtype = str(self._tensor(name).dtype)
+            if dtype in _FLOATING and not scales:
+                found["bf16"] = None
+            elif dtype == "float8_e4m3fn":
+                powers = bool(scales) and all(each in _POWERS for each in scales)
+                found["mxfp8" if powers else "fp8"] = None
+            else:
+                found[dtype] = None
+        return " and ".join(found) or None
 
     def _tensor(self, name: str) -> Tensor:
         return self._named(f"{self.prefix}.{name}")

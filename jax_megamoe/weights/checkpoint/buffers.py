@@ -25,7 +25,7 @@ from jax_megamoe.mesh import axis_names
 from jax_megamoe.weights import layout as layouts
 from jax_megamoe.weights.checkpoint.dialects import SHARED
 from jax_megamoe.weights.packed import PACKED_LAYOUTS
-from jax_megamoe.weights.params import ExpertWeights, parameter_shapes, with_max_input_scale
+from jax_megamoe.weights.params import ExpertWeights, parameter_shapes
 from jax_megamoe.weights.requantize import QuantizedMatrix
 
 Range = tuple[int, int]
@@ -157,7 +157,9 @@ class ParameterBuffers:
         self._placement = placement
         self._layout = layout
         self._initial = initial
-        self._shapes = parameter_shapes(config)
+        self._shapes = parameter_shapes(config, layout=layout)
+        # Rows are written one by one, without the tiles in which some layouts hold them.
+        self._row_shapes = parameter_shapes(config, layout=layouts.INTERLEAVE8.name)
         self._buffers: dict[str, dict[Range, np.ndarray]] = {}
         self._lock = threading.Lock()
 
@@ -229,13 +231,18 @@ class ParameterBuffers:
         names = list(self._buffers)
         arrays: dict[str, Any] = {name: self._placed(name) for name in names}
         if self._initial is not None:
-            return with_max_input_scale(replace(self._initial, **arrays))
+            return replace(self._initial, **arrays)
         form = self._config.weight_format.name
-        return with_max_input_scale(ExpertWeights(**arrays, format=form, layout=self._layout))
+        return ExpertWeights(**arrays, format=form, layout=self._layout)
 
     def _placed(self, name: str) -> jax.Array:
         buffers = self._buffers.pop(name)
-        return self._placement.to_devices(name, self._shapes[name].shape, buffers.__getitem__)
+        shape = self._shapes[name].shape
+
+        def part(entries: Range) -> np.ndarray:
+            return buffers[entries].reshape(-1, *shape[1:])
+
+        return self._placement.to_devices(name, shape, part)
 
     def _targets(self, name: str, expert: int) -> Iterable[np.ndarray]:
         buffers = self._field_buffers(name)
@@ -258,13 +265,15 @@ class ParameterBuffers:
                 expected = "parameters that have it already"
                 hint = "load all experts anew"
                 raise ValueError(_checks.message(f"initial {name}", expected, None, hint))
+        shape = self._row_shapes[name].shape
         buffers = {
-            (start, stop): _empty((stop - start, *struct.shape[1:]), struct.dtype)
+            (start, stop): _empty((stop - start, *shape[1:]), struct.dtype)
             for start, stop in self._placement.ranges(name, struct.shape[0])
         }
         for shard in () if before is None else before.addressable_shards:
             start, stop, _ = shard.index[0].indices(struct.shape[0])
-            np.copyto(buffers[start, stop], np.asarray(shard.data))
+            buffer = buffers[start, stop]
+            np.copyto(buffer, np.asarray(shard.data).reshape(buffer.shape))
         return buffers
 
     def _order(self, expert: int, part: str) -> "_Order":

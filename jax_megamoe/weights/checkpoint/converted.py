@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,13 @@ from jax_megamoe.config import ExpertSpec, MoEConfig
 from jax_megamoe.plan import families
 from jax_megamoe.weights.checkpoint.buffers import Placement, place
 from jax_megamoe.weights.checkpoint.header import DTYPES, StoredTensor, read_header
+from jax_megamoe.weights.layout import SGL_TILE, join_rows, split_rows
 from jax_megamoe.weights.params import (
     ARRAY_FIELDS,
+    W13_ROWS,
     ExpertWeights,
     check_weights,
     default_layout,
-    with_max_input_scale,
 )
 
 FILE_VERSION = 1
@@ -62,8 +64,9 @@ def save_experts(path: str | Path, config: ExpertSpec, weights: ExpertWeights) -
         if not array.is_fully_addressable:
             expected = "an array whose shards are all on this process's devices"
             raise ValueError(_checks.message(f"weights.{name}", expected, array.sharding))
+    shapes = {name: _file_shape(name, array, weights.layout) for name, array in arrays.items()}
     with replaced(Path(path)) as file:
-        file.write(_header(_metadata(config, weights.layout), arrays))
+        file.write(_header(_metadata(config, weights.layout), arrays, shapes))
         for name, array in arrays.items():
             for block in _blocks(name, array):
                 file.write(np.ascontiguousarray(block).view(np.uint8).data)
@@ -111,20 +114,32 @@ def load_converted(
             )
     for name in tensors:
         _checks.one_of(f"tensor in {path.name}", name, ARRAY_FIELDS)
-    structs: dict[str, Any] = {
-        name: jax.ShapeDtypeStruct(each.shape, each.dtype) for name, each in tensors.items()
-    }
+    structs: dict[str, Any] = {name: _struct(each, layout) for name, each in tensors.items()}
     missing = {name: None for name in ("w13_weight", "w2_weight") if name not in tensors}
     weights = ExpertWeights(**structs, **missing, format=config.weight_format.name, layout=layout)
     # Before a tensor is read.
     check_weights(config, weights)
     placement = place(config, mesh, axis)
-    arrays: dict[str, Any] = {name: _copied(each, placement) for name, each in tensors.items()}
-    return with_max_input_scale(replace(weights, **arrays))
+    arrays: dict[str, Any] = {
+        name: _copied(each, placement, structs[name].shape) for name, each in tensors.items()
+    }
+    return replace(weights, **arrays)
 
 
-def _copied(tensor: StoredTensor, placement: Placement) -> jax.Array:
-    return placement.to_devices(tensor.name, tensor.shape, lambda part: tensor.read_rows(*part))
+def _struct(tensor: StoredTensor, layout: str) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of a field by that of its tensor, where w13's rows are one axis."""
+    struct = jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)
+    axis = W13_ROWS.get(tensor.name)
+    if axis is None or struct.ndim < 2 or struct.shape[axis] % SGL_TILE:
+        return struct
+    return jax.eval_shape(partial(split_rows, layout=layout, axis=axis), struct)
+
+
+def _copied(tensor: StoredTensor, placement: Placement, shape: tuple[int, ...]) -> jax.Array:
+    def part(rows: tuple[int, int]) -> np.ndarray:
+        return tensor.read_rows(*rows).reshape(-1, *shape[1:])
+
+    return placement.to_devices(tensor.name, shape, part)
 
 
 def _metadata(config: ExpertSpec, layout: str) -> dict[str, str]:
@@ -140,14 +155,22 @@ def _metadata(config: ExpertSpec, layout: str) -> dict[str, str]:
     return {name: str(value) for name, value in known.items()}
 
 
-def _header(metadata: dict[str, str], arrays: dict[str, jax.Array]) -> bytes:
+def _file_shape(name: str, array: jax.Array, layout: str) -> tuple[int, ...]:
+    """A field's shape in the file, where w13's rows are one axis in every order."""
+    joined = partial(join_rows, layout=layout, axis=W13_ROWS.get(name, -1))
+    return jax.eval_shape(joined, array).shape if name in W13_ROWS else array.shape
+
+
+def _header(
+    metadata: dict[str, str], arrays: dict[str, jax.Array], shapes: dict[str, tuple[int, ...]]
+) -> bytes:
     entries: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
     for name, array in arrays.items():
         size = array.size * array.dtype.itemsize
         entries[name] = dict(
             dtype=_NAMES[np.dtype(array.dtype)],
-            shape=array.shape,
+            shape=shapes[name],
             data_offsets=[offset, offset + size],
         )
         offset += size

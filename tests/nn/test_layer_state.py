@@ -1,0 +1,145 @@
+"""What moves a layer's arrays into another one: the same numbers afterwards, or an error.
+
+Row orders of NVFP4 differ by machine, input scales and replica maps by layer: all are in the state.
+"""
+
+import pickle
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cases
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+
+import jax_megamoe as mm
+
+TOKENS = 16
+CONFIG = cases.config("nvfp4")
+ORDERS = ("sgl_fp4", "interleave8")
+
+
+def layer(order: str, seed: int = 0, **options: Any) -> mm.MegaMoE:
+    """A layer of one row order, with input scales of its own."""
+    scales = np.random.default_rng(seed).uniform(0.02, 0.5, 16).astype(np.float32)
+    parts = cases.float_matrices(CONFIG, seed, gain=4.0)["routed"]
+    weights = mm.quantize_experts(CONFIG, *parts, w2_input_scale=jnp.asarray(scales))
+    return mm.MegaMoE(CONFIG, mm.to_layout(weights, order), implementation="xla", **options)
+
+
+def output(moe: mm.MegaMoE) -> np.ndarray:
+    return np.asarray(moe(*cases.tokens(CONFIG, TOKENS)), np.float32)
+
+
+def by_update(source: mm.MegaMoE, target: mm.MegaMoE) -> mm.MegaMoE:
+    nnx.update(target, nnx.state(source))
+    return target
+
+
+def by_pure_dict(source: mm.MegaMoE, target: mm.MegaMoE) -> mm.MegaMoE:
+    state = nnx.state(target)
+    nnx.replace_by_pure_dict(state, nnx.to_pure_dict(nnx.state(source)))
+    nnx.update(target, state)
+    return target
+
+
+def by_msgpack(source: mm.MegaMoE, target: mm.MegaMoE) -> mm.MegaMoE:
+    data = flax.serialization.msgpack_serialize(
+        jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(source)))
+    )
+    state = nnx.state(target)
+    restored = flax.serialization.msgpack_restore(data)
+    nnx.replace_by_pure_dict(state, jax.tree.map(jnp.asarray, restored))
+    nnx.update(target, state)
+    return target
+
+
+def by_pickle(source: mm.MegaMoE, target: mm.MegaMoE) -> mm.MegaMoE:
+    state = pickle.loads(pickle.dumps(jax.tree.map(np.asarray, nnx.state(source))))
+    nnx.update(target, jax.tree.map(jnp.asarray, state))
+    return target
+
+
+def by_leaves(source: mm.MegaMoE, target: mm.MegaMoE) -> mm.MegaMoE:
+    """A tree of the target's structure with the source's leaves."""
+    graph, state = nnx.split(target)
+    leaves = jax.tree.leaves(nnx.split(source)[1])
+    return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), leaves))
+
+
+def by_tree_map(source: mm.MegaMoE, target: mm.MegaMoE) -> mm.MegaMoE:
+    graph, state = nnx.split(target)
+    return nnx.merge(graph, jax.tree.map(lambda _, new: new, state, nnx.split(source)[1]))
+
+
+MOVES = (by_update, by_pure_dict, by_msgpack, by_pickle, by_leaves, by_tree_map)
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("order", ORDERS)
+def test_arrays_of_either_order_move_into_a_layer_of_the_other(
+    order: str, move: Callable[[mm.MegaMoE, mm.MegaMoE], mm.MegaMoE]
+) -> None:
+    (other,) = set(ORDERS) - {order}
+    source, target = layer(order, seed=1), layer(other)
+    want = output(source)
+    assert cases.relative_error(output(target), want) > 0.1
+    moved = move(source, target)
+    np.testing.assert_array_equal(output(moved), want)
+    assert moved.layout == order
+    traced = nnx.jit(lambda moe, *inputs: moe(*inputs))(moved, *cases.tokens(CONFIG, TOKENS))
+    np.testing.assert_array_equal(np.asarray(traced, np.float32), want)
+
+
+# A restore that Orbax refuses leaves tasks on its closed event loop.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("order", ORDERS)
+def test_orbax_restores_into_shapes_of_the_same_order(order: str, tmp_path: Path) -> None:
+    """Onto more devices; the other order is refused."""
+    source, mesh = layer(order, seed=1), cases.ep_mesh(8)
+    source_of = dict(sgl_fp4="sgl", interleave8="vllm")
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", nnx.to_pure_dict(nnx.state(source)))
+    for wanted in ORDERS:
+        cfg = cases.config("nvfp4", kernel_source=source_of[wanted])
+        make = partial(mm.MegaMoE, cfg, mesh=mesh, axis="ep", implementation="xla")
+        abstract = nnx.eval_shape(lambda make=make: make(rngs=nnx.Rngs(0)))
+        assert abstract.layout == wanted
+        state = nnx.state(abstract)
+        with ocp.StandardCheckpointer() as checkpointer:
+            restore = partial(checkpointer.restore, tmp_path / "state", nnx.to_pure_dict(state))
+            if wanted != order:
+                with pytest.raises(ValueError, match="shape"):
+                    restore()
+                continue
+            nnx.replace_by_pure_dict(state, restore())
+        nnx.update(abstract, state)
+        np.testing.assert_array_equal(output(abstract), output(source))
+
+
+def test_a_stack_of_layers_with_their_own_input_scales_is_compiled_once() -> None:
+    layers = [layer("interleave8", seed) for seed in range(3)]
+    inputs = cases.tokens(CONFIG, TOKENS)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(moe.weights for moe in layers))
+    traces = []
+
+    @jax.jit
+    def model(x: jax.Array, weights: mm.ExpertWeights) -> jax.Array:
+        def step(x: jax.Array, one: mm.ExpertWeights) -> tuple[jax.Array, None]:
+            traces.append(1)
+            return mm.mega_moe(x, *inputs[1:], one, config=CONFIG, implementation="xla"), None
+
+        return jax.lax.scan(step, x, weights)[0]
+
+    want = inputs[0]
+    for moe in layers:
+        want = moe(want, *inputs[1:])
+    got = np.asarray(model(inputs[0], stacked), np.float32)
+    np.testing.assert_array_equal(got, np.asarray(want, np.float32))
+    assert len(traces) == 1
