@@ -3,6 +3,7 @@
 `weights/folded_biases.py` says how a column holds one.
 """
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -40,27 +41,34 @@ def unfoldable(config: ExpertSpec) -> Refusal | None:
     return missing("recipe", expected, recipe.name, hint)
 
 
-def folded_sizes(config: MoEConfig, device: DeviceSpec, sizes: tuple[int, int]) -> MoEConfig | None:
+def fits(config: MoEConfig, hidden_size: int) -> bool:
+    """Whether a config has columns for biases beyond the model's hidden size."""
+    if unfoldable(config) is not None:
+        return False
+    return config.hidden_size - hidden_size >= COLUMNS[config.weight_format.name]
+
+
+def folded_sizes(
+    config: MoEConfig, device: DeviceSpec, num_ranks: int, hidden_size: int
+) -> MoEConfig | None:
     """The config with the smallest sizes with which a fused kernel runs it, biases folded.
 
     Args:
         config: the layer.
         device: where.
-        sizes: hidden and intermediate size of the model.
+        num_ranks: expert-parallel ranks.
+        hidden_size: of the model.
 
     Returns:
         None where no sizes up to 512 larger do.
     """
-    if unfoldable(config) is not None:
-        return None
-    for hidden in _rounded(sizes[0]):
-        for inter in _rounded(sizes[1]):
-            wide = replace(config, hidden_size=hidden, intermediate_size=inter)
-            if hidden - sizes[0] < COLUMNS[config.weight_format.name]:
-                continue
-            chosen = choose(wide, device, 1)
-            if not isinstance(chosen, Refusal | Absent):
-                return wide
+    hiddens, inters = _rounded(config.hidden_size), _rounded(config.intermediate_size)
+    for hidden, inter in itertools.product(hiddens, inters):
+        wide = replace(config, hidden_size=hidden, intermediate_size=inter)
+        if fits(wide, hidden_size) and not isinstance(
+            choose(wide, device, num_ranks), Refusal | Absent
+        ):
+            return wide
     return None
 
 

@@ -181,6 +181,18 @@ def fold_biases(config: ExpertSpec, weights: ExpertWeights) -> ExpertWeights:
     return replace(weights, **fields, w13_weight_scale=folded.get("scale"))
 
 
+def with_free_columns(weights: ExpertWeights) -> ExpertWeights:
+    """Parameters with zeros in the columns that `fold_biases` uses: drawn ones have none."""
+    places = slice(-(COLUMNS[weights.format] // (2 if weights.format == "mxfp4" else 1)), None)
+    zero = jnp.zeros((), weights.w13_weight.dtype)
+    return replace(weights, w13_weight=weights.w13_weight.at[..., places].set(zero))
+
+
+def folded_as(like: ExpertWeights, config: ExpertSpec, weights: ExpertWeights) -> ExpertWeights:
+    """Parameters with biases, folded where those of `like` are."""
+    return fold_biases(config, weights) if like.folds_biases else weights
+
+
 def unfold_biases(weights: ExpertWeights) -> ExpertWeights:
     """The inverse of `fold_biases`, biases bit for bit; others come back as they are.
 

@@ -86,6 +86,15 @@ def test_biases_fall_back(
     assert not emulation.memory.allocated
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_folded_biases_launch(ranks: int, emulation: Emulation) -> None:
+    cfg = config("mxfp4", hidden_size=512, max_num_tokens=62 + ranks)
+    place = dict(mesh=cases.ep_mesh(4), axis="ep") if ranks == 4 else {}
+    call(cfg, weights=mm.fold_biases(cfg, cases.filled_up(cfg, 448)), implementation=None, **place)
+    symbols = [kernel_of(each).symbol for each in emulation.driver.launches()]
+    assert sorted(symbols) == sorted([STAGING, MEGA] * ranks)
+
+
 def test_nvfp4_rows_in_the_other_order(emulation: Emulation) -> None:
     cfg = config("nvfp4", kernel_source="sgl", hidden_size=512)
     other = cases.weights(config("nvfp4", kernel_source="vllm", hidden_size=512))
