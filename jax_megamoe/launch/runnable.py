@@ -192,9 +192,11 @@ def _parameter_refusal(
     config: MoEConfig, weights: ExpertWeights, family: KernelFamily
 ) -> Refusal | None:
     """What a kernel asks of parameters beyond their shapes."""
-    if weights.w13_bias is not None or weights.w2_bias is not None:
-        expected = f"no biases for implementation {family.implementation}"
-        return missing("weights", expected, "w13_bias and w2_bias", "use xla")
+    has_biases = weights.w13_bias is not None or weights.w2_bias is not None
+    if has_biases and not weights.folds_biases:
+        expected = f"no biases for implementation {family.implementation}, or folded ones"
+        hint = "jax_megamoe.fold_biases(config, weights) folds them; or use xla"
+        return missing("weights", expected, "w13_bias and w2_bias", hint)
     if weights.layout != family.w13_layout:
         return unfit(
             "weights.layout",
