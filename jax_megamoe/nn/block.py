@@ -52,7 +52,7 @@ class MegaMoEBlock(nnx.Module):
             model's size rounded up to a multiple of 128: the rest is zeros. x has the model's.
         experts: a `MegaMoE`, with the shared expert in it where that is fused.
         shared_expert: a `SharedExpert`; None where there is none or it is fused.
-        layers: what the layers of the model are, for `load`; None for a block made from its parts.
+        layers: the kinds of the model's layers, for `load`; None for a block made from its parts.
         storage: how the model stores experts, for `load`; None likewise.
     """
 
@@ -302,8 +302,8 @@ class MegaMoEBlock(nnx.Module):
     ) -> None:
         """Replaces all parameters with those of a layer of a checkpoint.
 
-        Nothing is replaced where anything is wrong. The router's weight keeps the precision it is
-        stored in, bfloat16 or float32.
+        If anything is wrong, nothing is replaced. The router's weight keeps its stored precision,
+        bfloat16 or float32.
 
         A block from `from_config` without a weight_format takes the format of this layer, by the
         names found in the checkpoint: `config` changes where the model excludes the layer from
@@ -313,7 +313,7 @@ class MegaMoEBlock(nnx.Module):
         Args:
             checkpoint: a folder with safetensors files, one such file, or (name, array) pairs.
             layer_index: the layer.
-            prefix: of the block's names, such as ``model.layers.3.mlp``; None: found by itself.
+            prefix: of the block's names, such as ``model.layers.3.mlp``; None: it is searched for.
             quantization_config: see `load_experts`; None also: that of `from_config`.
             gate_up_order: see `load_experts`; None also: that of the family.
             progress: see there.
