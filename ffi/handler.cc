@@ -13,7 +13,7 @@ ffi::TypeId CpuProgram::id = {};
 
 namespace {
 
-// The boundary: no exception passes it.
+// The FFI is a C interface: an exception that passed it would end the process.
 template <typename Function>
 ffi::Error Guard(Function function) {
   try {
@@ -28,6 +28,7 @@ ffi::Error Guard(Function function) {
   }
 }
 
+// Decodes the plan once for each call site, so that a launch parses no attributes.
 template <typename State, bool captured>
 ffi::ErrorOr<std::unique_ptr<State>> Instantiate(ffi::Dictionary attributes) {
   std::unique_ptr<State> state;
@@ -57,6 +58,8 @@ CallBuffers Buffers(ffi::RemainingArgs operands, ffi::RemainingRets results) {
   return buffers;
 }
 
+// Kernels are loaded here and not in the execute stage: once another rank's kernel runs, loading
+// may wait for that kernel, which waits for this rank.
 ffi::Error Prepare(CudaProgram* program, int32_t ordinal, ffi::RemainingArgs operands,
                    ffi::RemainingRets results, ffi::Dictionary) {
   return Guard([&] { program->Prepare(ordinal, Buffers(operands, results)); });
@@ -102,6 +105,7 @@ Stages CudaStages(bool captured) {
                              .RemainingArgs()
                              .RemainingRets()
                              .Attrs());
+  // Two targets: the trait belongs to a handler, and only plans that may be replayed carry it.
   XLA_FFI_DEFINE_HANDLER(execute, Execute, ExecuteBinding());
   XLA_FFI_DEFINE_HANDLER(execute_captured, Execute, ExecuteBinding(),
                          {ffi::Traits::kCmdBufferCompatible});

@@ -63,6 +63,8 @@ class Parameters {
     std::memcpy(at, &value, sizeof value);
   }
 
+  // 128 is the alignment of a tensor map as a parameter. A local block is enough, because the
+  // driver copies it before cuLaunchKernelEx returns.
   alignas(128) std::byte block_[kMaxParameterBytes];
   void* pointers_[kMaxParameters];
 };
@@ -136,6 +138,7 @@ Program::Device Program::LoadOn(int ordinal) const {
 const Program::Device& Program::Prepared(int ordinal) {
   std::lock_guard lock(mutex_);
   if (const auto found = devices_.find(ordinal); found != devices_.end()) return found->second;
+  // All devices of this process at once: when one has launched, its kernel spins for the others.
   std::set<int> ordinals = {ordinal};
   if (plan_.uses_symmetric_buffer()) {
     FindSymmetricBuffer(ordinal);
@@ -155,6 +158,7 @@ void Program::Prepare(int ordinal, const CallBuffers& buffers) {
   if (!plan_.uses_symmetric_buffer()) return;
   FindSymmetricBuffer(ordinal);
   std::lock_guard lock(mutex_);
+  // A CUDA graph keeps the address and replays it without calling this code again.
   if (captured_ && !pinned_.contains(ordinal)) {
     SymmetricBuffers::Get().Pin(plan_.buffer_key, ordinal);
     pinned_.insert(ordinal);

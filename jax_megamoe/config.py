@@ -103,9 +103,9 @@ def _checked_clamp(clamp: object) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertSpec:
-    """What the parameters of a layer's experts depend on: all that loading them needs.
+    """Sizes and format of a layer's expert parameters: all that loading them needs.
 
-    A `MoEConfig` is one too, with what calls need besides.
+    A `MoEConfig` is an `ExpertSpec` too, with the fields that calls need.
 
     Attributes:
         num_experts: physical experts over all ranks, replicas included.
@@ -218,7 +218,7 @@ class MoEConfig(ExpertSpec):
         kernel_source: forces a source of kernels, such as ``"sgl"`` or ``"vllm"``; None: the
             preferred one that can. An unknown name is refused by the first call.
         activation_format: an `ActivationFormat` or its name; None: the default of the weight
-            format. `recipe` is what the pair makes.
+            format. `recipe` is the pair.
         reserved_sms: streaming multiprocessors that the kernel leaves free for others (collectives
             on another stream); an even number.
         fast_math: the kernel's approximate exp and reciprocal.

@@ -84,7 +84,7 @@ class WeightFormat:
 
 @dataclass(frozen=True, repr=False)
 class ActivationFormat:
-    """What tokens are quantised to when they are dispatched, and the second matmul's input after.
+    """The format of dispatched tokens and of the second matmul's input.
 
     Attributes:
         name: the key in `ACTIVATION_FORMATS`.
@@ -132,7 +132,7 @@ class Rounding:
 
 @dataclass(frozen=True, repr=False)
 class Recipe:
-    """A weight format and an activation format that meet in one layer, and what comes with them.
+    """A weight format with an activation format, and the rules of a layer that has both.
 
     Attributes:
         name: the key in `RECIPES`.

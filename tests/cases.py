@@ -88,6 +88,24 @@ def weights(cfg: mm.MoEConfig, *, gain: float = 4.0, biased: bool = False) -> mm
     return mm.quantize_experts(cfg, *parts["routed"], **kwargs)
 
 
+def filled_up(
+    cfg: mm.MoEConfig, hidden: int, biases: tuple[Any, Any, Any] | None = None
+) -> mm.ExpertWeights:
+    """Weights of a model of a smaller hidden size, with biases of bfloat16 values; None: normal."""
+    gate, up, down = float_matrices(cfg)["routed"]
+    gate, up = (each.at[..., hidden:].set(0) for each in (gate, up))
+    down = down.at[..., hidden:, :].set(0)
+    if biases is None:
+        rng = np.random.default_rng(6)
+        sizes = (cfg.intermediate_size, cfg.intermediate_size, cfg.hidden_size)
+        shapes_ = [(cfg.logical_experts, size) for size in sizes]
+        gate_bias, up_bias, down_bias = (
+            jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes_
+        )
+        biases = (gate_bias, up_bias, down_bias.at[:, hidden:].set(0))
+    return mm.quantize_experts(cfg, gate, up, down, biases=biases)
+
+
 def tokens(cfg: mm.MoEConfig, num_tokens: int, seed: int = 2) -> tuple[jax.Array, ...]:
     """x, topk_ids and topk_weights: rows of different size, one of zeros; distinct random ids."""
     rng = np.random.default_rng(seed)

@@ -38,10 +38,11 @@ ACTIVATIONS = {
 """One activation of each kind that kernels tell apart."""
 
 RUN_ON_H200 = {
-    "swiglu": "sm90_h200_checks.json",
-    "clamped swiglu": "expert_parallel_h200_x2.json",
+    ("fp8_block", "swiglu"): "sm90_h200_checks.json",
+    ("fp8_block", "clamped swiglu"): "expert_parallel_h200_x2.json",
+    ("mxfp4_block", "clamped swiglu"): "flashinfer_h200_checks.json",
 }
-"""The result in which fp8_block with this activation was compared on the GPU."""
+"""The result in which a recipe with this activation was compared on the GPU."""
 
 XLA_ON_H200 = set(mm.WEIGHT_FORMATS)
 """Recipes that `xla` was run with on an H200: the default one of every weight format."""
@@ -149,7 +150,7 @@ def status(cell: Cell, source: str, records: Counter[tuple[Cell, str]]) -> str:
     number = records[cell, source]
     checked = f"launch checked ({number} records)" if number else "not run, no record"
     shown = [emulated()[cell, source]] if (cell, source) in emulated() else []
-    if cell.form == "fp8_block" and cell.activation in RUN_ON_H200:
+    if (cell.form, cell.activation) in RUN_ON_H200:
         shown.insert(0, "run on H200")
     return "; ".join([*shown, checked])
 
@@ -165,7 +166,7 @@ def table() -> dict[Cell, dict[str, str]]:
 
 def page(statuses: dict[Cell, dict[str, str]]) -> str:
     """benchmarks/results/cells.md."""
-    results = [f"{name}: [{file}]({file})" for name, file in RUN_ON_H200.items()]
+    results = [f"{' with '.join(cell)}: [{file}]({file})" for cell, file in RUN_ON_H200.items()]
     lines = [
         "# What the kernels run, and what shows it",
         "",

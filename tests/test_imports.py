@@ -33,14 +33,14 @@ ROOMS = {
         "families.vllm_sm100_bf16 families.flashinfer_heuristics families.flashinfer_buffer "
         "families.flashinfer_limits families.flashinfer_launch families.flashinfer_sm90 "
         "families.flashinfer_sm90_mxfp4_block families.flashinfer_sm90_nvfp4_block families "
-        "choice grouped.product grouped.humming_memory grouped.humming_instruction "
+        "choice folding grouped.product grouped.humming_memory grouped.humming_instruction "
         "grouped.humming_unit grouped.humming grouped.tiles grouped.layer grouped planner",
     ),
     "weights": (
         "_checks _files config formats mesh numerics plan",
         "checkpoint.families checkpoint.fields checkpoint.patterns checkpoint.dialects "
         "checkpoint.header checkpoint.tensors layout flashinfer_layout flashinfer_factors packed "
-        "grouped params regroup requantize checkpoint.buffers checkpoint.projection "
+        "grouped params folded_biases regroup requantize checkpoint.buffers checkpoint.projection "
         "checkpoint.select experts drawn relayout move checkpoint.converted checkpoint.gather "
         "checkpoint.load checkpoint.block_tensors checkpoint.convert checkpoint",
     ),
@@ -58,7 +58,7 @@ ROOMS = {
     ),
     "op": (
         "_checks config formats launch mesh numerics plan routing symmetric_memory weights",
-        "staged_tokens reference exchange xla grouped exporting transforms mega_moe",
+        "staged_tokens bias_columns reference exchange xla grouped exporting transforms mega_moe",
     ),
     "nn": (
         "_checks config formats launch mesh numerics op plan routing weights",

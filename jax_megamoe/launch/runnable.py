@@ -12,7 +12,7 @@ import jax
 from jax_megamoe import compile as compiler
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.formats import RECIPES
-from jax_megamoe.plan import families
+from jax_megamoe.plan import families, folding
 from jax_megamoe.plan.choice import Absent, choose
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.kernel_family import KernelFamily
@@ -101,6 +101,17 @@ def in_recipe_with_kernel(
             _log_recipe(config.recipe.name, recipe.name)
             return other
     return config
+
+
+def config_that_folds(
+    config: MoEConfig, device: jax.Device, num_ranks: int, hidden_size: int
+) -> MoEConfig:
+    """The config, filled up further where a fused kernel of the device runs it so with folded
+    biases, see `folding.folded_sizes`."""
+    spec = spec_of(device, config.reserved_sms)
+    if isinstance(spec, Refusal):
+        return config
+    return folding.folded_sizes(config, spec, num_ranks, hidden_size) or config
 
 
 @lru_cache
@@ -192,9 +203,11 @@ def _parameter_refusal(
     config: MoEConfig, weights: ExpertWeights, family: KernelFamily
 ) -> Refusal | None:
     """What a kernel asks of parameters beyond their shapes."""
-    if weights.w13_bias is not None or weights.w2_bias is not None:
-        expected = f"no biases for implementation {family.implementation}"
-        return missing("weights", expected, "w13_bias and w2_bias", "use xla")
+    has_biases = weights.w13_bias is not None or weights.w2_bias is not None
+    if has_biases and not weights.folds_biases:
+        expected = f"no biases for implementation {family.implementation}, or folded ones"
+        hint = "jax_megamoe.fold_biases(config, weights) folds them; or use xla"
+        return missing("weights", expected, "w13_bias and w2_bias", hint)
     if weights.layout != family.w13_layout:
         return unfit(
             "weights.layout",

@@ -52,7 +52,7 @@ class MegaMoEBlock(nnx.Module):
             model's size rounded up to a multiple of 128: the rest is zeros. x has the model's.
         experts: a `MegaMoE`, with the shared expert in it where that is fused.
         shared_expert: a `SharedExpert`; None where there is none or it is fused.
-        layers: what the layers of the model are, for `load`; None for a block made from its parts.
+        layers: the kinds of the model's layers, for `load`; None for a block made from its parts.
         storage: how the model stores experts, for `load`; None likewise.
     """
 
@@ -131,6 +131,7 @@ class MegaMoEBlock(nnx.Module):
             token_axes=token_axes,
             implementation=implementation,
             has_biases=has_expert_biases,
+            folds_biases=has_expert_biases and storage.folds(config, mesh, axis, self.hidden_size),
             rngs=rngs,
         )
         self.shared_expert = (
@@ -201,10 +202,10 @@ class MegaMoEBlock(nnx.Module):
             weight_format=form,
             activation=spec.activation,
         )
-        keep = weight_format is not None or spec.has_expert_biases
+        keep, hidden = weight_format is not None, spec.hidden_size * spec.has_expert_biases
         make = partial(
             cls,
-            storage.config_in_place(MoEConfig(**(sizes | config)), mesh, axis, keep),
+            storage.config_of_model(MoEConfig(**(sizes | config)), mesh, axis, keep, hidden),
             spec.router,
             stored_sizes=(spec.hidden_size, spec.intermediate_size),
             shared_size=spec.shared_size,
@@ -301,8 +302,8 @@ class MegaMoEBlock(nnx.Module):
     ) -> None:
         """Replaces all parameters with those of a layer of a checkpoint.
 
-        Nothing is replaced where anything is wrong. The router's weight keeps the precision it is
-        stored in, bfloat16 or float32.
+        If anything is wrong, nothing is replaced. The router's weight keeps its stored precision,
+        bfloat16 or float32.
 
         A block from `from_config` without a weight_format takes the format of this layer, by the
         names found in the checkpoint: `config` changes where the model excludes the layer from
@@ -312,7 +313,7 @@ class MegaMoEBlock(nnx.Module):
         Args:
             checkpoint: a folder with safetensors files, one such file, or (name, array) pairs.
             layer_index: the layer.
-            prefix: of the block's names, such as ``model.layers.3.mlp``; None: found by itself.
+            prefix: of the block's names, such as ``model.layers.3.mlp``; None: it is searched for.
             quantization_config: see `load_experts`; None also: that of `from_config`.
             gate_up_order: see `load_experts`; None also: that of the family.
             progress: see there.
@@ -342,14 +343,12 @@ class MegaMoEBlock(nnx.Module):
             gate_up_order=gate_up_order,
             progress=progress,
         )
-        has_biases = getattr(self.experts, "w13_bias") is not None
-        check_biases(has_biases, experts, tensors.prefix)
+        check_biases(getattr(self.experts, "w2_bias") is not None, experts, tensors.prefix)
         self.config, self.shared_expert = made.config, nnx.data(made.shared_expert)
         self.shared_stored = made.shared_stored
         for module, arrays in ((self.router, router), (self.shared_expert, shared)):
             for name, array in arrays.items():
-                kind = type(getattr(module, name))
-                setattr(module, name, replicated(array, mesh, kind))
+                setattr(module, name, replicated(array, mesh, type(getattr(module, name))))
         self.experts = MegaMoE(
             self.config,
             experts,
@@ -357,6 +356,7 @@ class MegaMoEBlock(nnx.Module):
             axis=self.experts.axis,
             token_axes=self.experts.token_axes,
             implementation=self.experts.implementation,
+            folds_biases=made.experts.folds_biases,
         )
 
     def _as_stored(
@@ -376,7 +376,7 @@ class MegaMoEBlock(nnx.Module):
         stored = tensors.shared_scheme() if has_shared else None
         if form.name == own and stored == self.shared_stored:
             return self
-        biased = getattr(self.experts, "w13_bias") is not None
+        biased = getattr(self.experts, "w2_bias") is not None
         make = partial(
             MegaMoEBlock,
             storage.config_in_format(self.config, form, mesh, self.experts.axis, biased),

@@ -14,6 +14,7 @@ from jaxtyping import Array, BFloat16, Bool, Float32, Int32
 
 from jax_megamoe import _checks
 from jax_megamoe.config import MoEConfig
+from jax_megamoe.formats import GROUPED_LAYOUTS
 from jax_megamoe.launch import deep_gemm, runnable
 from jax_megamoe.mesh import Axis, current_mesh
 from jax_megamoe.nn.variables import ExpertVariable, held, replicated
@@ -23,6 +24,7 @@ from jax_megamoe.routing.rebalance import rebalance, solve_placement
 from jax_megamoe.routing.replicas import ReplicaMap, check_map, initial_map, placement_of
 from jax_megamoe.weights.checkpoint.load import Pairs, reload_experts
 from jax_megamoe.weights.drawn import random_experts
+from jax_megamoe.weights.folded_biases import fold_biases, with_free_columns
 from jax_megamoe.weights.params import (
     ARRAY_FIELDS,
     ExpertWeights,
@@ -65,6 +67,7 @@ class MegaMoE(nnx.Module):
         implementation: str | None = None,
         eplb: ReplicaMap | None = None,
         has_biases: bool = False,
+        folds_biases: bool = False,
         rngs: nnx.Rngs | None = None,
     ) -> None:
         """Makes the layer.
@@ -82,6 +85,8 @@ class MegaMoE(nnx.Module):
             eplb: where the replicas in `weights` are; None: slot p holds logical expert
                 p % num_logical_experts.
             has_biases: whether random parameters have biases, 0.
+            folds_biases: whether the biases are folded, see `fold_biases`; not for an
+                implementation or a layout that has biases of its own.
             rngs: source of the random parameters (its ``params`` stream).
 
         Raises:
@@ -96,6 +101,7 @@ class MegaMoE(nnx.Module):
             is_real = isinstance(spread, Mesh)
             device = spread.devices.flat[0] if is_real else deep_gemm.default_device()
             layout = runnable.runnable_layout(config, layout, device)
+        is_drawn = weights is None
         if weights is None:
             if rngs is None:
                 raise ValueError(
@@ -107,6 +113,9 @@ class MegaMoE(nnx.Module):
             )
         check_weights(config, weights)
         weights = to_layout(weights, layout)
+        if folds_biases and implementation in (None, "deep_gemm") and layout not in GROUPED_LAYOUTS:
+            weights = with_free_columns(weights) if is_drawn else weights
+            weights = fold_biases(config, weights)
         self.config = config
         self.mesh = spread if isinstance(spread, Mesh) else None
         self.axis = axis
@@ -139,6 +148,11 @@ class MegaMoE(nnx.Module):
     def layout(self) -> str:
         """Row order of the parameters that the layer holds now, see `ExpertWeights.layout`."""
         return self._weights(lambda variable: variable.get_value()).layout
+
+    @property
+    def folds_biases(self) -> bool:
+        """Whether the last columns of w13_weight hold the first biases."""
+        return self._weights(lambda variable: variable.get_value()).folds_biases
 
     @property
     def weights(self) -> ExpertWeights:

@@ -10,8 +10,10 @@ from jax.sharding import Mesh
 
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.formats import WeightFormat
-from jax_megamoe.launch.runnable import in_recipe_with_kernel
+from jax_megamoe.launch.runnable import config_that_folds, in_recipe_with_kernel, supported
 from jax_megamoe.mesh import Axis, axis_names
+from jax_megamoe.plan import folding
+from jax_megamoe.plan.refusal import Refusal
 from jax_megamoe.weights.checkpoint.families import GateUpOrder, gate_up_order
 from jax_megamoe.weights.checkpoint.fields import Fields
 from jax_megamoe.weights.checkpoint.select import quantization_of, select_format, stored_scheme
@@ -93,9 +95,47 @@ def config_in_place(
     """
     if keep:
         return config
-    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
-    ranks = 1 if mesh is None else math.prod(mesh.shape[name] for name in axis_names(axis))
-    return in_recipe_with_kernel(config, device, ranks)
+    return in_recipe_with_kernel(config, *_where(mesh, axis))
+
+
+def _where(mesh: Mesh | None, axis: Axis | None) -> tuple[jax.Device, int]:
+    """A device of a layer, and its ranks."""
+    if mesh is None:
+        return jax.devices()[0], 1
+    return mesh.devices.flat[0], math.prod(mesh.shape[name] for name in axis_names(axis))
+
+
+def config_of_model(
+    config: MoEConfig, mesh: Mesh | None, axis: Axis | None, keep: bool, biased_size: int
+) -> MoEConfig:
+    """`config_in_place` of a model; with biases filled up further instead, where a fused kernel
+    runs it so with folded ones.
+
+    Args:
+        config: the layer.
+        mesh: where it runs; None: on the default device.
+        axis: the expert-parallel axis, or axes.
+        keep: the format was given.
+        biased_size: hidden size of a model whose experts have biases; 0: they have none.
+    """
+    if not biased_size:
+        return config_in_place(config, mesh, axis, keep)
+    device, ranks = _where(mesh, axis)
+    return config_that_folds(config, device, ranks, biased_size)
+
+
+def folds(config: MoEConfig, mesh: Mesh | None, axis: Axis | None, hidden_size: int) -> bool:
+    """Whether a layer's biases are to be folded: a fused kernel runs it then, where it is.
+
+    Args:
+        config: the layer.
+        mesh: where it runs; None: on the default device.
+        axis: the expert-parallel axis, or axes.
+        hidden_size: of the model.
+    """
+    device, ranks = _where(mesh, axis)
+    is_able = not isinstance(supported(config, device, ranks), Refusal)
+    return is_able and not config.num_shared_experts and folding.fits(config, hidden_size)
 
 
 def config_in_format(

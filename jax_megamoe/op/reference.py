@@ -17,6 +17,7 @@ from jax_megamoe.numerics.tokens import QuantizedTokens
 from jax_megamoe.op.staged_tokens import StagedTokens, physical_routing, stage
 from jax_megamoe.routing.replicas import ReplicaMap, check_map
 from jax_megamoe.weights.experts import dequantize_biases, dequantize_experts, dequantize_shared
+from jax_megamoe.weights.folded_biases import unfold_biases
 from jax_megamoe.weights.params import ExpertWeights, check_weights, recipe_for
 
 _einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
@@ -62,7 +63,12 @@ def einsum_moe(
     if eplb is not None:
         check_map(config, eplb)
     return _einsum_moe(
-        (x, topk_ids, topk_weights), weights, padding_mask, eplb, config=config, exact=exact
+        (x, topk_ids, topk_weights),
+        unfold_biases(weights),
+        padding_mask,
+        eplb,
+        config=config,
+        exact=exact,
     )
 
 

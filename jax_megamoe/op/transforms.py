@@ -6,6 +6,7 @@ batching rule; one rank's part.
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,8 +26,8 @@ from jax_megamoe.launch.grouped import GroupedRoute
 from jax_megamoe.mesh import Axis, axis_names, reshard, vary, varying_axes
 from jax_megamoe.numerics import expert
 from jax_megamoe.numerics.tokens import quantize_tokens
-from jax_megamoe.op import grouped, reference, xla
-from jax_megamoe.op.staged_tokens import StagedTokens, stage
+from jax_megamoe.op import bias_columns, grouped, reference, xla
+from jax_megamoe.op.staged_tokens import StagedTokens, physical_routing, stage
 from jax_megamoe.routing.replicas import ReplicaMap
 from jax_megamoe.weights.params import ExpertWeights, recipe_for
 
@@ -238,11 +239,30 @@ def _folding_batches(local: Callable[..., Any], call: Call) -> Callable[..., Any
 
 def _forward(tokens: Tokens, parameters: Parameters, call: Call) -> Result:
     """One rank's part of the call."""
+    given, own = tokens, parameters
+    if parameters.weights.folds_biases:
+        given, own = _with_constant(tokens, parameters)
     compute = _compute if call.route is None else _launch
-    y, counts = compute(tokens, parameters, call)
+    y, counts = compute(given, own, call)
+    if parameters.weights.folds_biases:
+        with jax.named_scope("mega_moe/second_biases"):
+            chosen = _physical(tokens, parameters, call)
+            y = bias_columns.plus_second(y, *chosen, parameters.weights, call.place.axis)
     if counts is not None and call.place.data_axes:
         counts = lax.psum(counts, call.place.data_axes)
     return y, counts
+
+
+def _with_constant(tokens: Tokens, parameters: Parameters) -> tuple[Tokens, Parameters]:
+    """What the experts get where first biases are folded: second ones are not their matter."""
+    weights = parameters.weights
+    given = tokens._replace(x=bias_columns.with_constant(tokens.x, weights))
+    return given, parameters._replace(weights=replace(weights, w2_bias=None))
+
+
+def _physical(tokens: Tokens, parameters: Parameters, call: Call) -> tuple[Array, Array]:
+    mask, eplb = tokens.padding_mask, parameters.eplb
+    return physical_routing(*tokens[1:3], config=call.config, padding_mask=mask, eplb=eplb)
 
 
 def _compute(tokens: Tokens, parameters: Parameters, call: Call) -> Result:
@@ -306,18 +326,27 @@ def _backward(
 ) -> tuple[BFloat16[Array, "tokens hidden"], Float32[Array, "tokens top_k"]]:
     """One rank's gradients of x and topk_weights; 0 in padded rows, whatever they hold."""
     tokens, cotangent = rows
+    weights = parameters.weights
+    ids, _ = _physical(tokens, parameters, call)
+    if weights.folds_biases:
+        tokens, parameters = _with_constant(tokens, parameters)
     x, mask, place = tokens.x, tokens.padding_mask, call.place
+    of_y = zero_padding(cotangent, mask).astype(jnp.float32)
     staged = _staged(tokens, parameters, call)
     gradients = reference.gradients if call.implementation == "reference" else xla.gradients
     of_x, of_weights = gradients(
         staged,
-        zero_padding(cotangent, mask).astype(jnp.float32),
+        of_y,
         parameters.weights,
         config=call.config,
         axis=place.axis,
         num_ranks=place.num_ranks,
     )
-    return zero_padding(of_x, mask).astype(x.dtype), of_weights
+    of_x = zero_padding(of_x, mask).astype(x.dtype)
+    if weights.folds_biases:
+        of_x = bias_columns.without_constant(of_x, weights)
+        of_weights += bias_columns.gradient_of_second(of_y, ids, weights, place.axis)
+    return of_x, of_weights
 
 
 def widened(rows: Array, config: MoEConfig) -> Array:

@@ -168,6 +168,7 @@ def _slots(
 ) -> Array:
     """What `_grouped` makes of every slot, [T, K, width]; 0 where unrouted."""
     num_tokens, top_k = staged.topk_ids.shape
+    # One rank has nothing to exchange; its rows skip the rounds and their padding.
     if num_ranks == 1:
         slots = _local_slots(staged, cotangent, weights, mlp)
     else:
@@ -182,6 +183,7 @@ def _local_slots(
     """Every slot's row when all experts are here."""
     num_experts = weights.w13_weight.shape[0]
     ids = staged.topk_ids.reshape(-1)
+    # Unrouted slots sort behind the last expert, where no group reaches them.
     order = jnp.argsort(jnp.where(ids < 0, num_experts, ids), stable=True)
     counts = expert.count_tokens(staged.topk_ids, num_experts)
     sorted_out = _grouped(_token_rows(staged, cotangent, order), counts, weights, mlp)
@@ -238,8 +240,10 @@ def _grouped(
     """
     num_rows, local_experts = rows.weight.shape[0], counts.shape[0]
     block = _block_rows(num_rows, local_experts)
+    # A dynamic slice past the end would be shifted back, onto other rows: pad by one block instead.
     padded = jax.tree.map(lambda a: jnp.pad(a, [(0, block)] + [(0, 0)] * (a.ndim - 1)), rows)
     starts = jnp.cumsum(counts, dtype=jnp.int32) - counts
+    # Experts with rows come first, so that the loop ends after them and decodes no other.
     busy = jnp.argsort(counts == 0, stable=True).astype(jnp.int32)
     backward = rows.cotangent is not None
     apply = _block_gradients if backward else _block_outputs

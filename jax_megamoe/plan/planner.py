@@ -12,6 +12,7 @@ from jax_megamoe.plan.refusal import Refusal
 from jax_megamoe.plan.staging import Routing
 
 
+# Cached: a call is planned at each trace and by several callers (launch, buffer size, doctor).
 @lru_cache(maxsize=1024)
 def plan_mega_moe(
     config: MoEConfig,
@@ -72,6 +73,7 @@ def plan_mega_moe(
         routing=routing,
         staging_by=staging_by,
     )
+    # Checked again for this call: the family may be one that cannot run every token count.
     family = _family(config, device, num_ranks, source)
     broken = next(family.refusals(request), None)
     if broken is not None:
@@ -112,4 +114,5 @@ def _family(
     found = families.candidates(config, source)
     if not found:
         raise chosen.error()
+    # A family of this architecture gives the error that helps; another would name the device.
     return min(found, key=lambda family: not family.runs_on(device))

@@ -41,8 +41,8 @@ class Router:
     * ``sqrtsoftplus``: ``sqrt(log(1 + exp(logit)))`` (DeepSeek-V4).
     * ``topk_softmax``: the largest logits, softmax over those alone (GPT-OSS).
 
-    The top_k experts of the highest score are taken, of score plus correction bias where there is
-    one; the weights never have that bias in them. Between equal experts the lower index wins
+    The top_k experts of the highest score are taken, or of the highest score plus correction bias
+    if there is one; the weights never include that bias. Between equal experts the lower index wins
     (`jax.lax.top_k`); torch leaves that open.
 
     Attributes:
@@ -52,12 +52,12 @@ class Router:
         renormalize: divide a token's weights by their sum (not with topk_softmax, whose sum is 1).
         scaling_factor: factor of all weights, after that.
         num_groups: experts are in this many groups of equal size, and only those of the top_groups
-            best groups can be chosen; a group is as good as its two best experts together.
+            best groups can be chosen; a group's score is the sum of its two best experts.
         top_groups: see there.
         has_bias: the logits have a bias (GPT-OSS).
         has_correction_bias: see above (DeepSeek).
-        weighs_input: a token's weight multiplies what its expert gets, not what it gives (Llama 4);
-            of one expert a token. `route` only says the weights.
+        weighs_input: a token's weight multiplies its expert's input, not its output (Llama 4);
+            top_k is 1. `route` only returns the weights.
         table_size: where not 0, experts are looked up by token id in a table of that many rows
             (DeepSeek-V4's first layers); scores only give their weights.
 
@@ -119,7 +119,7 @@ class Router:
 
 
 class RouterParams(NamedTuple):
-    """A router's arrays, a pytree; None for those that its `Router` does not have.
+    """A router's arrays, a pytree; None for an array that its `Router` does not use.
 
     Attributes:
         weight: bfloat16 or float32 [E, H].
@@ -135,7 +135,7 @@ class RouterParams(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """What a router decided.
+    """A router's decision for each token.
 
     Attributes:
         topk_ids: int32 [T, K], logical experts; -1 where a table has no row for the token.

@@ -28,15 +28,15 @@ RoutingCallback = Callable[[str, np.ndarray, np.ndarray | None], None]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MoEStats:
-    """What became of the slots of a call's tokens; a pytree.
+    """Counts of the slots of a call's tokens; a pytree.
 
-    Every field is a count, so those of several calls add up: ``jax.tree.map(jnp.add, a, b)``.
+    Every field is a count, so several calls add up: ``jax.tree.map(jnp.add, a, b)``.
 
     Attributes:
         tokens_per_expert: int32 [num_experts], slots routed to each physical expert.
         tokens_per_logical_expert: int32 [num_logical_experts], replicas taken together.
         rank_loads: int32 [num_ranks], slots routed to the experts of each rank.
-        dropped_slots: int32 [], slots of real tokens that went nowhere: ids -1 or out of range.
+        dropped_slots: int32 [], slots of real tokens that reach no expert: ids -1 or out of range.
         padded_rows: int32 [], rows that are no tokens.
     """
 

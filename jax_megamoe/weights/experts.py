@@ -16,6 +16,7 @@ from jax_megamoe.formats import GROUPED_LAYOUTS, WEIGHT_FORMATS, WeightFormat
 from jax_megamoe.numerics import quantization
 from jax_megamoe.numerics.elements import scale_factors
 from jax_megamoe.weights import layout as layouts
+from jax_megamoe.weights.folded_biases import unfold_biases
 from jax_megamoe.weights.packed import PACKED_LAYOUTS, log_rounded
 from jax_megamoe.weights.params import (
     INTERLEAVE_8,
@@ -263,7 +264,8 @@ def stored_matrix(
 
 
 def dequantize_experts(config: ExpertSpec, weights: ExpertWeights) -> Matrices:
-    """The float32 matrices that the weights stand for, the inverse of `quantize_experts`.
+    """The float32 matrices that the weights stand for, the inverse of `quantize_experts`; columns
+    with folded biases are 0.
 
     Args:
         config: the layer.
@@ -274,6 +276,7 @@ def dequantize_experts(config: ExpertSpec, weights: ExpertWeights) -> Matrices:
     """
     if weights.layout in GROUPED_LAYOUTS:
         weights = from_grouped(weights)
+    weights = unfold_biases(weights)
     form, layout = config.weight_format, weights.layout
     w13 = stored_matrix(
         weights.w13_weight, weights.w13_weight_scale, form, w13=True, layout=layout
@@ -288,7 +291,9 @@ def dequantize_experts(config: ExpertSpec, weights: ExpertWeights) -> Matrices:
 
 
 def dequantize_biases(weights: ExpertWeights) -> dict[str, Array]:
-    """gate_bias [E, I], up_bias [E, I] and down_bias [E, H] in float32; empty without biases."""
+    """gate_bias [E, I], up_bias [E, I] and down_bias [E, H] in float32, folded ones bit for bit;
+    empty without biases."""
+    weights = unfold_biases(weights)
     if weights.w13_bias is None:
         return {}
     layout = weights.layout

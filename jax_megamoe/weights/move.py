@@ -63,7 +63,7 @@ def plan_moves(old: np.ndarray, new: np.ndarray, num_ranks: int) -> Moves:
         rank, slot = divmod(target, slots)
         sources = [divmod(source, slots) for source in np.flatnonzero(old == new[target]).tolist()]
         here = [local for owner, local in sources if owner == rank]
-        if here:
+        if here:  # a copy on the device costs no link
             kept[rank, slot] = here[0]
             continue
         _, owner, local = min(
@@ -111,7 +111,7 @@ def move_experts(
     moves = plan_moves(old, new, math.prod(sizes))
     moved: dict[str, Array] = {}
     for name, array in weights.arrays().items():
-        if name.startswith("shared_"):
+        if name.startswith("shared_"):  # every rank holds all of it
             continue
         if routed is None:
             moved[name] = _moved(array, moves)
@@ -120,6 +120,7 @@ def move_experts(
     return replace(weights, **moved)
 
 
+# One field at a time, donated: the peak is the parameters and one field, not twice the parameters.
 @partial(jax.jit, static_argnames=("mesh", "axis"), donate_argnums=0)
 def _moved(
     array: Shaped[Array, "experts ..."],
@@ -153,6 +154,7 @@ def _moved_on_rank(
         def exchange(
             turn: Array, filled: Array, pairs=pairs, sent=sent, received=received
         ) -> Array:
+            # Read from `bits`, which no round writes: a slot may be filled before it is sent.
             arrived = lax.ppermute(bits[sent[turn]], axis, pairs)
             return filled.at[received[turn]].set(arrived, mode="drop")
 

@@ -19,7 +19,7 @@ from jax_megamoe.formats import (
     Recipe,
     WeightSpec,
 )
-from jax_megamoe.plan import families
+from jax_megamoe.plan import families, folding
 from jax_megamoe.weights import grouped
 from jax_megamoe.weights.layout import split_rows
 from jax_megamoe.weights.packed import PACKED_LAYOUTS
@@ -63,7 +63,8 @@ class ExpertWeights:
         w2_weight_scale_2: float32 [E], the same of down.
         w2_input_scale: float32 [E], the scale of the second matmul's input in NVFP4; the largest
             over all experts is used, 1.0 when all are 0.
-        w13_bias: float32 [E, 2I], rows ordered as w13_weight's; None for none.
+        w13_bias: float32 [E, 2I], rows ordered as w13_weight's; None for none, or beside a w2_bias
+            where the last columns of w13_weight hold them (`jax_megamoe.fold_biases`).
         w2_bias: float32 [E, H]; None for none.
         shared_l1_weight, shared_l1_weight_scale, shared_l2_weight, shared_l2_weight_scale: a fused
             shared expert, [2S, H] and [H, S] with their scales; None for none.
@@ -101,6 +102,11 @@ class ExpertWeights:
             self.shared_l2_weight,
             self.shared_l2_weight_scale,
         )
+
+    @property
+    def folds_biases(self) -> bool:
+        """Whether the last columns of w13_weight hold the biases of the first matmul."""
+        return self.w13_bias is None and self.w2_bias is not None
 
     def arrays(self) -> dict[str, jax.Array]:
         """The fields that hold an array, by name."""
@@ -289,6 +295,9 @@ def check_weights(
     by_row = getattr(weights.w13_weight_scale_2, "ndim", 1) == 2
     expected_shapes = parameter_shapes(config, num_experts, weights.layout, by_row=by_row)
     arrays = weights.arrays()
+    if weights.folds_biases and folding.unfoldable(config) is None:
+        _check_folded(config, weights)
+        expected_shapes.pop("w13_bias")
     _check_presence(arrays, expected_shapes)
     for name, array in arrays.items():
         wanted = expected_shapes[name].shape
@@ -296,6 +305,15 @@ def check_weights(
         hint = "" if in_order else f"the arrays are not in the layout {weights.layout}"
         _checks.shape(f"weights.{name}", array, wanted, hint)
         _checks.dtype(f"weights.{name}", array, [str(expected_shapes[name].dtype)])
+
+
+def _check_folded(config: ExpertSpec, weights: ExpertWeights) -> None:
+    if weights.layout in GROUPED_LAYOUTS:
+        hint = "the grouped products add biases: unfold_biases gives them back"
+        raise ValueError(_checks.message("weights.w13_bias", "an array", None, hint))
+    if weights.shared is not None:
+        expected = "none beside folded biases, whose constant it would multiply"
+        raise ValueError(_checks.message("weights.shared", expected, "a fused shared expert"))
 
 
 def _check_presence(arrays: dict[str, Any], expected: dict[str, jax.ShapeDtypeStruct]) -> None:

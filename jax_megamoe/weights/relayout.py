@@ -19,6 +19,7 @@ from jax_megamoe.formats import (
 )
 from jax_megamoe.weights import layout as layouts
 from jax_megamoe.weights.experts import ROUNDED, counted
+from jax_megamoe.weights.folded_biases import unfold_biases
 from jax_megamoe.weights.packed import PACKED_LAYOUTS
 from jax_megamoe.weights.params import W13_ROWS, ExpertWeights
 from jax_megamoe.weights.regroup import from_grouped, to_grouped
@@ -50,6 +51,7 @@ def to_layout(weights: ExpertWeights, layout: str) -> ExpertWeights:
     _checks.one_of("layout", layout, (*layouts.W13_LAYOUTS, *GROUPED_LAYOUTS))
     if layout == weights.layout:
         return weights
+    weights = unfold_biases(weights)
     if weights.layout in GROUPED_LAYOUTS:
         return to_layout(from_grouped(weights), layout)
     if layout in GROUPED_LAYOUTS:

@@ -41,6 +41,7 @@ class Cell:
         unrouted: share of ids that are -1.
         idle_experts, idle_ranks: experts that nobody chooses; ranks whose rows choose none.
         mask: a third of the rows is padding.
+        biases: of both matmuls, folded; the model is 64 columns less wide.
         replicas: experts beyond the logical ones, in a map given with the call.
         delay, seed, grid_id: of the machine.
     """
@@ -63,6 +64,7 @@ class Cell:
     idle_ranks: tuple[int, ...] = ()
     mask: bool = False
     stats: bool = False
+    biases: bool = False
     replicas: int = 0
     fast_math: bool = True
     reserved_sms: int = 0
@@ -172,6 +174,9 @@ def _inputs(cell: Cell) -> dict[str, Any]:
     arguments: dict[str, Any] = dict(
         x=x, topk_ids=jnp.asarray(routed), topk_weights=factors, weights=cases.weights(config)
     )
+    if cell.biases:
+        filled_up = cases.filled_up(config, cell.hidden - 64)
+        arguments["weights"] = mm.fold_biases(config, filled_up)
     if cell.mask:
         arguments["padding_mask"] = jnp.asarray(rng.random(num_tokens) < 0.33)
     if cell.stats:

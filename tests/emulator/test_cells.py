@@ -60,6 +60,20 @@ def test_rank_counts_and_tiles(stand_in, cell):
     cells.check(cell, stand_in)
 
 
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell("mxfp4", "sgl", activation="gpt_oss", biases=True, mask=True, stats=True),
+        Cell("mxfp8", "sgl", activation="gpt_oss", biases=True, ranks=2, tokens=16, unrouted=0.2),
+    ],
+    ids=str,
+)
+def test_folded_biases(stand_in, cell):
+    """GPT-OSS's layer in small: the kernel sums the biases in its own accumulator."""
+    needs(cell.source)
+    cells.check(cell, stand_in)
+
+
 def test_calls_of_several_sizes_on_one_buffer_as_a_graphs_replays(stand_in):
     needs("sgl")
     outcomes = cells.reuse(Cell("mxfp4", "sgl", ranks=2, grid_id=77), stand_in)

@@ -75,11 +75,24 @@ def test_biases_fall_back(
     cfg = config(max_num_tokens=62 + ranks)
     place = dict(mesh=cases.ep_mesh(4), axis="ep") if ranks == 4 else {}
     biased = cases.weights(cfg, biased=True)
-    text = "weights: expected no biases for implementation deep_gemm, got w13_bias and w2_bias"
-    with pytest.raises(NotImplementedError, match=f"^{text}; use xla$"):
+    text = (
+        "weights: expected no biases for implementation deep_gemm, or folded ones, got w13_bias "
+        "and w2_bias"
+    )
+    hint = r"jax_megamoe.fold_biases\(config, weights\) folds them; or use xla"
+    with pytest.raises(NotImplementedError, match=f"^{text}; {hint}$"):
         call(cfg, weights=biased, **place)
     assert text in fallback(cfg, caplog, weights=biased, **place)
     assert not emulation.memory.allocated
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_folded_biases_launch(ranks: int, emulation: Emulation) -> None:
+    cfg = config("mxfp4", hidden_size=512, max_num_tokens=62 + ranks)
+    place = dict(mesh=cases.ep_mesh(4), axis="ep") if ranks == 4 else {}
+    call(cfg, weights=mm.fold_biases(cfg, cases.filled_up(cfg, 448)), implementation=None, **place)
+    symbols = [kernel_of(each).symbol for each in emulation.driver.launches()]
+    assert sorted(symbols) == sorted([STAGING, MEGA] * ranks)
 
 
 def test_nvfp4_rows_in_the_other_order(emulation: Emulation) -> None:

@@ -62,6 +62,7 @@ def mega_launch(problem: Problem, device: DeviceSpec) -> KernelLaunch:
             "uint64_t*",
         ),
     )
+    # One block on each SM: blocks wait for each other, so all must be resident at once.
     config = LaunchConfig(
         (device.num_sms, 1, 1),
         (2 * FRONT_THREADS + MATH_THREADS, 1, 1),

@@ -25,6 +25,7 @@ from jax_megamoe.config import ExpertSpec, MoEConfig
 from jax_megamoe.plan import families
 from jax_megamoe.weights.checkpoint.buffers import Placement, place
 from jax_megamoe.weights.checkpoint.header import DTYPES, StoredTensor, read_header
+from jax_megamoe.weights.folded_biases import unfold_biases
 from jax_megamoe.weights.layout import SGL_TILE, join_rows, split_rows
 from jax_megamoe.weights.params import (
     ARRAY_FIELDS,
@@ -43,7 +44,7 @@ _SIZES = ("num_experts", "hidden_size", "intermediate_size", "num_shared_experts
 
 
 def save_experts(path: str | Path, config: ExpertSpec, weights: ExpertWeights) -> None:
-    """Writes parameters as they are to `path`, one array after another.
+    """Writes parameters as they are to `path`, one array after another; folded biases unfolded.
 
     The file appears whole, at the end, in place of an existing one; after an error that is as it
     was. What a killed process left beside it goes.
@@ -59,6 +60,7 @@ def save_experts(path: str | Path, config: ExpertSpec, weights: ExpertWeights) -
         OSError: the folder cannot be written, or is full; `path` is a folder.
     """
     check_weights(config, weights)
+    weights = unfold_biases(weights)
     arrays = weights.arrays()
     for name, array in arrays.items():
         if not array.is_fully_addressable:

@@ -41,6 +41,7 @@ from jax_megamoe.weights.checkpoint.select import (
     stored_scheme,
 )
 from jax_megamoe.weights.checkpoint.tensors import Checkpoint, HeldTensor
+from jax_megamoe.weights.folded_biases import folded_as, unfold_biases
 from jax_megamoe.weights.packed import PACKED_LAYOUTS, log_rounded
 from jax_megamoe.weights.params import ExpertWeights, check_weights, default_layout
 from jax_megamoe.weights.requantize import QuantizedMatrix, concatenated, requantize
@@ -149,14 +150,14 @@ def reload_experts(
         prefix=prefix,
         gate_up_order=gate_up_order,
         stored_sizes=stored_sizes,
-        initial=weights,
+        initial=unfold_biases(weights),
         physical_to_logical=physical_to_logical,
     )
     if isinstance(checkpoint, str | Path):
         loader.read(checkpoint, progress=progress)
     else:
         loader.add(checkpoint, progress=progress)
-    return loader.finish()
+    return folded_as(weights, config, loader.finish())
 
 
 class ExpertLoader:
