@@ -53,14 +53,14 @@ def test_replaced_parameters_that_do_not_fit_change_nothing() -> None:
     before = moe.weights
     biased = cases.weights(CONFIG, biased=True)
     with pytest.raises(
-        ValueError, match="^weights.w13_bias: expected None: the layer has none, got"
+        ValueError, match=r"^weights.w13_bias: expected None: the layer has none, got"
     ):
         moe.replace(biased)
     wrong = mm.replica_map(np.arange(32) % 12, 12)
     with pytest.raises(ValueError, match=r"^eplb.logical_to_physical: expected slots in \[0, 16\)"):
         moe.replace(cases.weights(CONFIG), wrong)
     with pytest.raises(
-        ValueError, match="^placement and loads: expected one of the two, got neither"
+        ValueError, match=r"^placement and loads: expected one of the two, got neither$"
     ):
         moe.rebalance()
     for name, array in before.arrays().items():
