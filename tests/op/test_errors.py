@@ -95,7 +95,8 @@ ARRAYS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"implementation": "triton"},
         ValueError,
-        r"implementation: expected one of \['deep_gemm', 'xla', 'reference'\], got 'triton'",
+        r"implementation: expected one of \['deep_gemm', 'grouped', 'xla', 'reference'\], "
+        r"got 'triton'",
     ),
 ]
 
@@ -248,7 +249,8 @@ class TestShardings:
         x = put(X, ("ep", "tp"))
         message = (
             r"^x: expected split over \['ep'\] along the first dimension alone, got sharding "
-            r"\(\('ep', 'tp'\),\); call inside your own jax.shard_map$"
+            r"\(\('ep', 'tp'\),\); name the axes in token_axes=, or call inside your own "
+            r"jax.shard_map$"
         )
         with pytest.raises(ValueError, match=message):
             call(x=x, mesh=x.sharding.mesh, axis="ep")
