@@ -22,7 +22,7 @@ from jax_megamoe.config import ExpertSpec
 from jax_megamoe.formats import WEIGHT_FORMATS
 from jax_megamoe.weights.checkpoint.header import StoredTensor, read_header
 from jax_megamoe.weights.checkpoint.load import load_experts
-from jax_megamoe.weights.layout import w2_scale_to_kernel, w13_to_kernel
+from jax_megamoe.weights.layout import split_rows, w2_scale_to_kernel, w13_to_kernel
 from jax_megamoe.weights.params import default_layout
 
 PREFIX = "experts"
@@ -255,8 +255,12 @@ def _in_kernel_layout(stacked: np.ndarray, suffix: str, layout: str | None) -> n
     whole = stacked.reshape(experts, parts * rows, columns)
     if suffix == "weight_scale" and whole.dtype == np.float32:
         return whole
-    whole = whole if layout is None else w13_to_kernel(whole, layout)
-    return np.ascontiguousarray(w2_scale_to_kernel(whole)) if suffix == "weight_scale" else whole
+    if layout is not None:
+        whole = w13_to_kernel(whole, layout)
+    if suffix == "weight_scale":
+        whole = np.ascontiguousarray(w2_scale_to_kernel(whole))
+    axis = -1 if suffix == "weight_scale" else -2
+    return whole if layout is None else split_rows(whole, layout, axis)
 
 
 def numpy_mxfp4(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -41,7 +41,9 @@ def test_block_of_a_published_model(name: str) -> None:
     assert config.activation == ACTIVATIONS.get(hf_config["model_type"], PLAIN)
     assert config.max_num_tokens == 512
     assert block.router.weight.shape == (facts["experts"], facts["hidden"])
-    if hf_config["model_type"] in ("qwen3_next", "llama4"):
+    # A shared expert is fused in its own precision only: these files have it in FP8 blocks.
+    apart = name in (V3, "deepseek-ai/DeepSeek-V3.2", "moonshotai/Kimi-K2-Instruct")
+    if apart or hf_config["model_type"] in ("qwen3_next", "llama4"):
         assert config.num_shared_experts == 0
         assert block.shared_expert.gate_proj.shape == (facts["shared"], facts["hidden"])
         has_gate = block.shared_expert.output_gate is not None
