@@ -54,8 +54,12 @@ def test_cells(statuses: dict[Cell, dict[str, str]]) -> None:
         each.startswith("run on H200")
         for cell, by_source in statuses.items()
         for each in by_source.values()
-        if cell.form != "fp8_block"
+        if cell.form not in ("fp8_block", "mxfp4_block")
     )
+    assert statuses[Cell("mxfp4_block", "clamped swiglu", "")]["flashinfer"].startswith(
+        "run on H200"
+    )
+    assert "run on H200" not in statuses[Cell("mxfp4_block", "swiglu", "")]["flashinfer"]
 
 
 def test_kinds_of_activations() -> None:

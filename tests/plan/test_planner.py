@@ -221,7 +221,12 @@ REFUSED = [
     ({}, {"num_tokens": 1025}, ValueError, r"num_tokens: expected at most max_num_tokens = 1024, "),
     ({}, {"num_tokens": -1}, ValueError, "num_tokens: expected an integer >= 0, got -1"),
     ({}, {"num_ranks": 0}, ValueError, "num_ranks: expected an integer >= 1, got 0"),
-    ({}, {"source": "triton"}, ValueError, r"source: expected one of \['sgl', 'vllm'\], got 'tri"),
+    (
+        {},
+        {"source": "triton"},
+        ValueError,
+        r"source: expected one of \['sgl', 'vllm', 'flashinfer'\], got 'tri",
+    ),
     ({}, {"num_ranks": 73}, ValueError, "num_ranks: expected at most 72, got 73"),
     ({}, {"num_ranks": 7}, ValueError, "num_experts: expected a multiple of the 7 expert-parallel"),
     ({"top_k": 33}, {}, ValueError, "top_k: expected at most 31, got 33"),
