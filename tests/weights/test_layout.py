@@ -134,7 +134,8 @@ def test_wrong_arguments_are_named():
         layout.w2_scale_to_kernel(scale)
     with pytest.raises(ValueError, match="rows in interleave8 order: expected a multiple of 16"):
         layout.w13_to_kernel(np.zeros((24, 4)), "interleave8")
-    with pytest.raises(ValueError, match=r"layout: expected one of \['interleave8', 'sgl_fp4'\]"):
+    known = r"\['interleave8', 'sgl_fp4', 'flashinfer_mxfp4', 'flashinfer_nvfp4'\], got 'halves'"
+    with pytest.raises(ValueError, match=f"layout: expected one of {known}"):
         layout.w13_to_kernel(scale, "halves")
     with pytest.raises(ValueError, match="last axis of scales: expected a multiple of 4, got 6"):
         layout.pack_scales(np.zeros((128, 6), np.uint8))

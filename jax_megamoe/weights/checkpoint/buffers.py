@@ -158,8 +158,10 @@ class ParameterBuffers:
         self._layout = layout
         self._initial = initial
         self._shapes = parameter_shapes(config, layout=layout)
-        # Rows are written one by one, without the tiles in which some layouts hold them.
-        self._row_shapes = parameter_shapes(config, layout=layouts.INTERLEAVE8.name)
+        # Rows are written one by one, without the tiles in which some layouts hold them; packed
+        # layouts are written a matrix at a time.
+        by_row = layout if layout in PACKED_LAYOUTS else layouts.INTERLEAVE8.name
+        self._row_shapes = parameter_shapes(config, layout=by_row)
         self._buffers: dict[str, dict[Range, np.ndarray]] = {}
         self._lock = threading.Lock()
 
