@@ -21,7 +21,7 @@ from jax_megamoe.launch import deep_gemm, launcher
 from jax_megamoe.plan import check_sizes
 from jax_megamoe.plan.kernel import KernelSpec
 from jax_megamoe.plan.launch import KernelLaunch
-from jax_megamoe.weights.params import parameter_shapes
+from jax_megamoe.weights.params import default_layout, parameter_shapes
 
 MAX_TOKEN_BYTES = 20 << 20
 NUM_DEVICES = 8
@@ -142,7 +142,8 @@ def zero_weights(config: mm.MoEConfig, mesh: Mesh, input_scale: float) -> mm.Exp
     }
     if "w2_input_scale" in arrays:
         arrays["w2_input_scale"] += np.float32(input_scale)
-    return mm.ExpertWeights(**arrays, format=config.weight_format.name)
+    layout = default_layout(config)
+    return mm.ExpertWeights(**arrays, format=config.weight_format.name, layout=layout)
 
 
 Known = list[tuple[str, int, int]]
