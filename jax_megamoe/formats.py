@@ -15,11 +15,16 @@ ScaleKind = Literal["none", "ue8m0", "e4m3", "float32"]
 
 INTERLEAVE_8 = "interleave8"
 """Gate and up rows alternate by 8: every kernel but sgl's NVFP4."""
-FLASHINFER_MXFP4, FLASHINFER_NVFP4 = "flashinfer_mxfp4", "flashinfer_nvfp4"
-"""FlashInfer's SM90 kernels: rows as in interleave8, codes and scales in one array."""
+FLASHINFER_MXFP4 = "flashinfer_mxfp4"
+"""FlashInfer's SM90 kernels, MXFP4: rows as in interleave8, codes and scales in one array."""
+FLASHINFER_NVFP4 = "flashinfer_nvfp4"
+"""The same for NVFP4."""
 SGL_FP4 = "sgl_fp4"
 """Row order of sgl's NVFP4 kernel."""
-GROUPED_BF16, GROUPED_FP8 = "humming_bf16", "humming_fp8"
+GROUPED_BF16 = "humming_bf16"
+"""Humming's grouped products with BF16 activations."""
+GROUPED_FP8 = "humming_fp8"
+"""Humming's grouped products with FP8 activations."""
 GROUPED_LAYOUTS = MappingProxyType(
     {
         GROUPED_BF16: ("mxfp4", "mxfp8", "nvfp4", "fp8_block"),
