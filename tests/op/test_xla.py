@@ -170,7 +170,7 @@ def test_experts_are_decoded_one_at_a_time(form: str) -> None:
         weights = mm.ExpertWeights(
             **{name: shape for name, shape in shapes.items() if not name.endswith("_bias")},
             format=cfg.weight_format.name,
-            layout=default_layout(cfg) if "_block" in form else "interleave8",
+            layout=default_layout(cfg),
         )
         call = jax.jit(partial(mm.mega_moe, config=cfg, implementation="xla"))
         compiled = call.lower(*cases.tokens(cfg, TOKENS), weights).compile()
