@@ -36,7 +36,7 @@ from jaxtyping import Array
 import jax_megamoe as mm
 from jax_megamoe.plan import plan_mega_moe
 from jax_megamoe.runtime.devices import device_spec
-from jax_megamoe.weights.experts import random_experts
+from jax_megamoe.weights.drawn import random_experts
 from jax_megamoe.weights.flashinfer_layout import TILE_BYTES
 from jax_megamoe.weights.params import ExpertWeights, parameter_shapes
 

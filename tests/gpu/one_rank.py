@@ -98,7 +98,9 @@ class Layer:
         self.digests[name] = hashlib.sha256(bits(y).tobytes()).hexdigest()
         return name
 
-    def against_reference(self, y: Any, tokens: workload.Tokens, name: str) -> None:
+    def against_reference(
+        self, y: Any, tokens: workload.Tokens, name: str, params: mm.ExpertWeights | None = None
+    ) -> None:
         """Checks an output against `reference`, in the process that does so."""
         num_tokens = tokens[0].shape[0]
         if not self.with_reference or not num_tokens:
@@ -108,7 +110,8 @@ class Layer:
             jnp.pad(array, [(0, rows - num_tokens), (0, 0)], constant_values=fill)
             for array, fill in zip(tokens, (0, -1, 0), strict=True)
         )
-        want = np.asarray(self._reference(x, ids, factors, self.params))[:num_tokens]
+        params = self.params if params is None else params
+        want = np.asarray(self._reference(x, ids, factors, params))[:num_tokens]
         block_m = self.subject.plan(self.shape, num_tokens).block_m
         limit = tolerances.kernel_agreement(self.subject.recipe, block_m)
         self.checks.agree(y, want, f"{name}, against reference, tiles of {block_m}", limit)
