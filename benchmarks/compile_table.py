@@ -24,7 +24,7 @@ from jax_megamoe.compile.cache import KernelCache
 from jax_megamoe.compile.compiler import COMPILERS, Compiler
 from jax_megamoe.compile.cubin import read_kernels
 from jax_megamoe.config import Activation, MoEConfig
-from jax_megamoe.formats import FP8_BLOCK, RECIPES
+from jax_megamoe.formats import RECIPES
 from jax_megamoe.plan import plan_mega_moe
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.launch import KernelLaunch, parameter_block
@@ -35,6 +35,7 @@ SM100, SM90 = DeviceSpec(100, 148), DeviceSpec(90, 132)
 ARCHS = {
     "sgl": {100: ("sm_100f", "sm_103a"), 90: ("sm_90a",)},
     "vllm": {100: ("sm_100f", "sm_103a", "sm_103f")},
+    "flashinfer": {90: ("sm_90a",)},
 }
 """What to compile for, by source and device; vllm's plans for 10.3 name sm_103f, sgl's sm_100f."""
 LEFT_OUT = "other clamps and fast_math=False, which are template arguments too"
@@ -48,14 +49,24 @@ ACTIVATIONS = {
 """DeepSeek-V4's, GPT-OSS's and Kimi-K3's."""
 
 
-def cases() -> Iterator[tuple[str, DeviceSpec, MoEConfig]]:
-    """DeepSeek-V3's experts in every format, with its activations and shared experts."""
-    shape = dict(num_experts=256, top_k=8, hidden_size=7168, intermediate_size=2048)
-    for form, (label, activation) in product(RECIPES.values(), ACTIVATIONS.items()):
+SHAPES = {
+    "": dict(num_experts=256, top_k=8, hidden_size=7168, intermediate_size=2048),
+    "GPT-OSS's size": dict(num_experts=128, top_k=4, hidden_size=3072, intermediate_size=3072),
+}
+"""DeepSeek-V3's; and, for FlashInfer's source alone, an intermediate size over half the hidden
+size, which its kernels take under a macro."""
+
+
+def cases(source: str) -> Iterator[tuple[str, MoEConfig]]:
+    """Experts in every format, with its activations and shared experts."""
+    shapes = SHAPES if source == "flashinfer" else {"": SHAPES[""]}
+    for (size, shape), form, (label, activation) in product(
+        shapes.items(), RECIPES.values(), ACTIVATIONS.items()
+    ):
         if activation.name not in form.functions:
             continue
         for shared in (None, *form.shared_formats):
-            words = (form.name, label, f"shared {shared}" if shared else "")
+            words = (form.name, size, label, f"shared {shared}" if shared else "")
             moe = MoEConfig(
                 **shape,
                 max_num_tokens=max(TOKENS),
@@ -64,7 +75,7 @@ def cases() -> Iterator[tuple[str, DeviceSpec, MoEConfig]]:
                 num_shared_experts=int(shared is not None),
                 shared_format=shared,
             )
-            yield ", ".join(filter(None, words)), SM90 if form.weights is FP8_BLOCK else SM100, moe
+            yield ", ".join(filter(None, words)), moe
 
 
 COLUMNS = (
@@ -85,12 +96,12 @@ class Planned:
 def planned(source: str) -> Iterator[Planned]:
     """Every distinct kernel of the cases, for each architecture."""
     seen: set[object] = set()
-    for case, device, moe in cases():
-        for num_tokens in TOKENS:
+    for case, moe in cases(source):
+        for num_tokens, device in product(TOKENS, (SM90, SM100)):
             try:
                 plan = plan_mega_moe(moe, device, num_tokens, NUM_RANKS, source)
-            except NotImplementedError:
-                continue  # the other source's
+            except (NotImplementedError, ValueError):
+                continue  # another source's, or another device's
             for step in plan.steps:
                 if not isinstance(step, KernelLaunch):
                     continue
@@ -130,7 +141,7 @@ def row(item: Planned, compiler: Compiler, cache: KernelCache) -> tuple[list[str
 
 def table(source: str, output: Path) -> None:
     """Compiles everything and writes the table."""
-    compilers: list[Compiler] = [make() for make in COMPILERS.values()]
+    compilers = list(installed())
     lines: list[str] = []
     num_equal = 0
     load = os.getloadavg()[0]
@@ -159,6 +170,15 @@ def table(source: str, output: Path) -> None:
     ]
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text("\n".join([*text, ""]))
+
+
+def installed() -> Iterator[Compiler]:
+    """The compilers that are here; what the others lack is printed."""
+    for make in COMPILERS.values():
+        try:
+            yield make()
+        except BuildError as error:
+            print(error, flush=True)
 
 
 def wheels() -> str:
