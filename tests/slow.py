@@ -9,6 +9,7 @@ SLOW = (
     "test_examples.py",
     "test_manual.py",
     "cli/test_ahead.py",
+    "cli/test_bench_gpu.py",
     "cli/test_bench_load.py",
     "cli/test_demo.py",
     "compile/test_kernels.py",

@@ -54,7 +54,7 @@ ROOMS = {
     "launch": (
         "_checks compile config formats mesh numerics plan routing runtime symmetric_memory "
         "weights",
-        "launcher facts factors runnable deep_gemm grouped",
+        "launcher facts factors runnable measured deep_gemm grouped",
     ),
     "op": (
         "_checks config formats launch mesh numerics plan routing symmetric_memory weights",
@@ -68,7 +68,8 @@ ROOMS = {
     "cli": (
         "_checks _files compile config formats launch nn op plan runtime weights",
         "measurements demo.result demo.picture demo.checkpoint bench_load ahead sources doctor "
-        "bench demo.run demo main",
+        "gpu.models gpu.result gpu.picture gpu.contenders "
+        "gpu.measure gpu.command gpu bench demo.run demo main",
     ),
     "__init__": ("config formats launch nn op routing weights", ""),
     "__main__": ("cli", ""),

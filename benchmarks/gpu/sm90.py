@@ -36,6 +36,7 @@ from jax import lax
 from jaxtyping import Array
 
 import jax_megamoe as mm
+from jax_megamoe.cli.gpu.contenders import ragged_layer
 from jax_megamoe.plan import plan_mega_moe
 
 LAYERS = 64
@@ -78,19 +79,6 @@ class Row:
     residual: float | None = None
     xla: float | None = None
     ragged: float | str | None = None
-
-
-def ragged_layer(x: Array, ids: Array, factors: Array, w13: Array, w2: Array) -> Array:
-    """The layer in bfloat16 as a user writes it: sort by expert, two ragged_dots, add up."""
-    (num_tokens, top_k), num_experts = ids.shape, w13.shape[0]
-    order = jnp.argsort(ids.reshape(-1))
-    token = order // top_k
-    counts = jnp.bincount(ids.reshape(-1), length=num_experts).astype(jnp.int32)
-    gate, up = jnp.split(lax.ragged_dot(x[token], w13, counts), 2, axis=-1)
-    out = lax.ragged_dot(jax.nn.silu(gate) * up, w2, counts)
-    weighted = out.astype(jnp.float32) * factors.reshape(-1)[order][:, None]
-    zeros = jnp.zeros((num_tokens, x.shape[1]), jnp.float32)
-    return zeros.at[token].add(weighted).astype(x.dtype)
 
 
 def microseconds(function: Callable[[], Any], *, enough: float = 0.25, repeats: int = 5) -> float:
@@ -178,7 +166,7 @@ class Layer:
 
     def ragged(self, tokens: workload.Tokens) -> float | str:
         """Microseconds of the bfloat16 layer; why not, where it cannot run."""
-        arguments = (*tokens, *self.matrices)
+        arguments = (*tokens, self.matrices)
         try:
             compiled = jax.jit(ragged_layer).lower(*arguments).compile()
             needed = compiled.memory_analysis().temp_size_in_bytes

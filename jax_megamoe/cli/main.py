@@ -19,6 +19,7 @@ from jax_megamoe.cli.bench import Shape, bench_cpu
 from jax_megamoe.cli.bench_load import LoadShape, bench_load
 from jax_megamoe.cli.demo import DemoSettings, run_demo
 from jax_megamoe.cli.doctor import print_report
+from jax_megamoe.cli.gpu import command as gpu
 from jax_megamoe.cli.measurements import Measurements
 from jax_megamoe.cli.sources import print_fetched, print_sources
 from jax_megamoe.compile import DISTRIBUTIONS, BuildError
@@ -67,8 +68,9 @@ def demo(parser: argparse.ArgumentParser) -> Run:
 
 
 def bench(parser: argparse.ArgumentParser) -> Run:
-    """Measure: `cpu`, xla in each format beside an einsum layer; `load`, loading a checkpoint."""
+    """Measure: `gpu`, layers of known models; `cpu`, xla beside einsum; `load`, loading."""
     kinds = parser.add_subparsers(dest="what", required=True)
+    gpu.add_arguments(kinds.add_parser("gpu", help=gpu.SUMMARY, description=gpu.SUMMARY))
     for name, kind in _BENCHMARKS.items():
         added = kinds.add_parser(name, help=kind.summary, description=kind.summary)
         _add_sizes(added, kind.shape())
@@ -80,6 +82,8 @@ def bench(parser: argparse.ArgumentParser) -> Run:
         added.add_argument("--output", type=Path, help="also write the table to this Markdown file")
 
     def run(arguments: argparse.Namespace) -> int:
+        if arguments.what == "gpu":
+            return gpu.run(arguments, sys.argv[1:])
         _use_cpu(1)
         kind = _BENCHMARKS[arguments.what]
         shape, formats = kind.shape(**_sizes(arguments)), _formats(arguments)

@@ -16,7 +16,7 @@ from jaxtyping import Array, BFloat16, Bool, Float32, Int32
 from jax_megamoe import _checks, symmetric_memory
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.formats import GROUPED_LAYOUTS
-from jax_megamoe.launch import deep_gemm, grouped
+from jax_megamoe.launch import deep_gemm, grouped, measured
 from jax_megamoe.mesh import axis_names, explicit_mesh, gathered
 from jax_megamoe.op.transforms import (
     Axis,
@@ -312,6 +312,12 @@ def _choose(
         known = (*families.implementations(), GROUPED, *PORTABLE)
         _checks.one_of("implementation", implementation, known)
     by_layout = implementation is None and weights.layout in GROUPED_LAYOUTS
+    if implementation is None:
+        kernel = GROUPED if by_layout else "deep_gemm"
+        fastest = _measured(call, x, (kernel, "xla"))
+        if fastest == "xla":
+            _log_measured(config, kernel)
+            return call
     if by_layout or implementation == GROUPED:
         route = _grouped_route(call, weights, x)
     else:
@@ -322,6 +328,21 @@ def _choose(
         raise route.error()
     _log_fallback(config, route.reason)
     return call
+
+
+def _measured(call: Call, x: Any, able: tuple[str, ...]) -> str | None:
+    """The implementation that was fastest for a call's recipe, ranks and tokens, see `measured`."""
+    place = call.place
+    num_tokens = x.shape[0] if place.inside else -(-x.shape[0] // place.num_parts)
+    kind = _device(place, x).device_kind
+    recipe, ranks = call.config.recipe.name, place.num_ranks
+    return measured.fastest(measured.table(), kind, recipe, ranks, num_tokens, able)
+
+
+@lru_cache
+def _log_measured(config: MoEConfig, kernel: str) -> None:
+    """Says once for each config that `xla` was faster than a kernel that may be there."""
+    _log.info("%s runs implementation xla: faster than %s where measured", config, kernel)
 
 
 @lru_cache
@@ -354,13 +375,17 @@ def _route(
     )
 
 
-def _grouped_route(call: Call, weights: ExpertWeights, x: Any) -> grouped.GroupedRoute | Refusal:
-    place = call.place
-    device = deep_gemm.default_device()
+def _device(place: Place, x: Any) -> jax.Device:
+    """One of the devices of a call; they are of one kind."""
     if place.axis is None and isinstance(x, jax.Array) and not isinstance(x, Tracer):
-        device = min(x.devices(), key=lambda device: device.id)
-    elif isinstance(place.mesh, Mesh):
-        device = place.mesh.devices.flat[0]
+        return min(x.devices(), key=lambda device: device.id)
+    if isinstance(place.mesh, Mesh):
+        return place.mesh.devices.flat[0]
+    return deep_gemm.default_device()
+
+
+def _grouped_route(call: Call, weights: ExpertWeights, x: Any) -> grouped.GroupedRoute | Refusal:
+    place, device = call.place, _device(call.place, x)
     return grouped.try_route(
         call.config, device, weights, num_tokens=x.shape[0], num_ranks=place.num_ranks
     )

@@ -1,0 +1,194 @@
+"""Writes what follows from the recorded times of GPUs; nothing here is measured.
+
+    PYTHONPATH=.:benchmarks python benchmarks/league.py
+
+- benchmarks/league.md: every implementation and peer beside the others, by model and tokens;
+- docs/images/league.png: the same as a picture;
+- jax_megamoe/launch/measured.json: what `mega_moe` goes by where no implementation is named.
+
+New times enter by a run of `python -m jax_megamoe bench gpu --json
+benchmarks/results/bench_gpu_<name>.json`.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import recorded
+
+from jax_megamoe.cli.gpu.models import MODELS
+from jax_megamoe.cli.gpu.picture import OURS, save_picture
+from jax_megamoe.cli.gpu.result import Ceilings, Timing
+
+ROOT = Path(__file__).parents[1]
+PAGE, PICTURE = ROOT / "benchmarks/league.md", ROOT / "docs/images/league.png"
+TABLE = ROOT / "jax_megamoe/launch/measured.json"
+
+TOKENS = (1, 8, 64, 256, 1024, 4096)
+COLUMNS = (
+    ("deep_gemm", "fp8_block"),
+    ("deep_gemm", "mxfp4_block"),
+    ("grouped", "fp8_block"),
+    ("grouped", "mxfp4_block"),
+    ("grouped", "mxfp4 x bf16"),
+    ("xla", "fp8_block"),
+    ("bare DeepGEMM", "fp8_block"),
+    ("bare FlashInfer", "mxfp4_block"),
+    ("Humming", "mxfp4_block"),
+    ("triton_kernels", "mxfp4 x bf16"),
+    ("tokamax", "bf16"),
+    ("ragged_dot", "bf16"),
+)
+"""Implementation and recipe."""
+
+NOT_RUN = "not run"
+
+
+def table(
+    model: str, num_ranks: int, timings: Sequence[Timing], ceilings: Ceilings
+) -> tuple[list[str], list[str]]:
+    """The table of a model, and a line for each number of tokens at which we lose."""
+    found = {
+        (each.series, each.num_tokens): each
+        for each in timings
+        if each.model == model and each.num_ranks == num_ranks
+    }
+    lines = [
+        f"| tokens | {' | '.join('<br>'.join(column) for column in COLUMNS)} |",
+        f"|---:|{'---:|' * len(COLUMNS)}",
+    ]
+    lost = []
+    for count in TOKENS:
+        row = [found.get((column, count)) for column in COLUMNS]
+        ran = [each for each in row if each is not None]
+        best = min(ran, key=_time, default=None)
+        ours = min((e for e in ran if e.implementation in OURS), key=_time, default=None)
+        bold = [each for each in (best, ours) if each is not None]
+        cells = [_cell(each, ceilings, any(each is other for other in bold)) for each in row]
+        lines.append(f"| {count} | {' | '.join(cells)} |")
+        if best is not None and ours is not None and best is not ours:
+            slower = _time(ours) / _time(best)
+            lost.append(
+                f"| {MODELS[model].title} | {num_ranks} | {count} | {' '.join(ours.series)}, "
+                f"{_time(ours):.0f} | {' '.join(best.series)}, {_time(best):.0f} | {slower:.2f} |"
+            )
+    return lines, lost
+
+
+def _time(timing: Timing) -> float:
+    assert timing.microseconds is not None
+    return timing.microseconds
+
+
+def _cell(timing: Timing | None, ceilings: Ceilings, bold: bool) -> str:
+    if timing is None:
+        return NOT_RUN
+    text = f"{timing.microseconds:.0f}"
+    text = f"**{text}**" if bold else text
+    return f"{text} ({ceilings.share(timing):.2f})"
+
+
+def page(timings: Sequence[Timing], ceilings: Ceilings) -> str:
+    """league.md."""
+    copy, bf16, fp8 = (
+        ceilings.copy_bytes_per_second / 1e12,
+        ceilings.bf16_flops / 1e12,
+        ceilings.fp8_flops / 1e12,
+    )
+    lines = [
+        "# League table",
+        "",
+        "    PYTHONPATH=.:benchmarks python benchmarks/league.py",
+        "",
+        f"Times of one MoE layer on {recorded.DEVICE}, from the records below; *{NOT_RUN}* means "
+        "that no record has the cell. Microseconds, medians; in brackets the share of the ceiling: "
+        "the time to read the experts that the tokens use once at the copy rate "
+        f"({copy:.2f} TB/s, read plus written), or to multiply ({bf16:.0f} TFLOP/s in bf16, "
+        f"{fp8:.0f} in fp8, cuBLASLt), whichever is longer. Tokens are those of one rank.",
+        "",
+        "The best of a row and our best are bold: two bold cells mean that we lose. `bare` is "
+        "staging and the same kernel launched by the driver, in a CUDA graph: a floor for "
+        "`deep_gemm`, no layer that JAX can call. `grouped` and `deep_gemm` are jitted layers of a "
+        "scan, each with another routing, so that weights come from memory; `xla` and `ragged_dot` "
+        "are calls of a jitted layer. Files were not made in the same minutes: compare cells of "
+        "two files with care. GPT-OSS's layer has its biases and its own SwiGLU.",
+        "",
+    ]
+    lost: list[str] = []
+    for ranks in sorted({each.num_ranks for each in timings}):
+        for model in MODELS:
+            if ranks > 1 and not any((e.num_ranks, e.model) == (ranks, model) for e in timings):
+                continue
+            if not any((e.num_ranks, e.model) == (ranks, model) for e in timings):
+                lines += [f"## {MODELS[model].title}", "", f"No cell is recorded: {NOT_RUN}.", ""]
+                continue
+            rows, more = table(model, ranks, timings, ceilings)
+            lost += more
+            over = f", over {ranks} GPUs" if ranks > 1 else ""
+            note = "`ragged_dot` stands between two all_to_alls here.\n" if ranks > 1 else ""
+            lines += [f"## {MODELS[model].title}{over}", "", *([note] if note else []), *rows, ""]
+    lines += [
+        "## Where we lose",
+        "",
+        "| model | GPUs | tokens | ours, us | best, us | ours / best |",
+        "|---|---:|---:|---|---|---:|",
+        *lost,
+        "",
+        "## Records",
+        "",
+        *(
+            f"- [{name}](results/{name}){': ' if said else ''}{said}"
+            for name, said in recorded.environments().items()
+        ),
+    ]
+    return "\n".join([*lines, ""])
+
+
+def measured(timings: Sequence[Timing]) -> str:
+    """measured.json: of each layer, those of our implementations that were timed."""
+    found: dict[tuple[int, str, str, int], dict[str, float]] = {}
+    for each in timings:
+        if each.implementation in OURS and each.microseconds is not None:
+            key = (each.num_ranks, each.recipe, each.model, each.num_tokens)
+            found.setdefault(key, {})[each.implementation] = round(each.microseconds, 1)
+    rows = [
+        {
+            "device": recorded.DEVICE,
+            "num_ranks": ranks,
+            "recipe": recipe,
+            "model": model,
+            "num_tokens": count,
+            "microseconds": dict(sorted(times.items())),
+        }
+        for (ranks, recipe, model, count), times in sorted(found.items())
+    ]
+    sources = sorted({each.source for each in timings if each.implementation in OURS})
+    made = f"python benchmarks/league.py, from benchmarks/results/{{{','.join(sources)}}}"
+    text = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+    return f'{{\n "made": {json.dumps(made)},\n "rows": [\n{text}\n ]\n}}\n'
+
+
+def main() -> None:
+    """Writes all three."""
+    timings, ceilings = recorded.timings(), recorded.ceilings()
+    PAGE.write_text(page(timings, ceilings))
+    TABLE.write_text(measured(timings))
+    drawn = [
+        each
+        for each in timings
+        if each.num_ranks == 1
+        and each.implementation in ("deep_gemm", "grouped", "ragged_dot")
+        and each.series in COLUMNS
+    ]
+    PICTURE.parent.mkdir(exist_ok=True)
+    save_picture(
+        PICTURE,
+        drawn,
+        ceilings,
+        models=["qwen3_30b", "dsv3_ep8share", "v4_flash"],
+        caption=f"One MoE layer on one {recorded.DEVICE}, from benchmarks/results; lower is faster",
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""The times that benchmarks/results holds, in the form of `bench gpu`."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jax_megamoe.cli.gpu.models import MODELS
+from jax_megamoe.cli.gpu.result import Ceilings, Timing, read_result
+
+RESULTS = Path(__file__).parent / "results"
+DEVICE = "NVIDIA H200"
+CODES_AND_SCALES = {"mxfp4_block": 17 / 32, "fp8_block": 1 + 4 / 128**2, "bf16": 2.0}
+"""Bytes of a weight, its scale's part included."""
+
+
+def _json(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text())
+
+
+def _bf16(row: dict[str, Any]) -> dict[str, float]:
+    """Bytes and FLOP of the same layer on bfloat16 matrices."""
+    per_weight = CODES_AND_SCALES["bf16"] / CODES_AND_SCALES["fp8_block"]
+    return dict(weight_bytes=row["weight_bytes"] * per_weight, flops=row["flops"])
+
+
+def hopper_fp8() -> Iterator[Timing]:
+    """fp8_block with the bare launch, `xla` and ragged_dot beside it."""
+    for name in ("sm90_h200.json", "sm90_h200_long.json"):
+        for row in _json(name)["rows"]:
+            place = (row["shape"], "fp8_block")
+            work = dict(weight_bytes=row["weight_bytes"], flops=row["flops"])
+            times = {"deep_gemm": row["scan"], "bare DeepGEMM": row["bare"], "xla": row["xla"]}
+            for what, taken in times.items():
+                if taken is not None:
+                    yield Timing(*place, what, row["num_tokens"], taken, **work, source=name)
+            if isinstance(row["ragged"], float):
+                peer = (row["shape"], "bf16", "ragged_dot", row["num_tokens"], row["ragged"])
+                yield Timing(*peer, **_bf16(row), source=name)
+
+
+def hopper_mxfp4() -> Iterator[Timing]:
+    """mxfp4_block with the bare launch beside it."""
+    name = "flashinfer_h200.json"
+    for row in _json(name)["rows"]:
+        work = dict(weight_bytes=row["weight_bytes"], flops=row["flops"], source=name)
+        place = (row["shape"], "mxfp4_block")
+        yield Timing(*place, "deep_gemm", row["tokens"], row["scan"], **work)
+        yield Timing(*place, "bare FlashInfer", row["tokens"], row["bare"], **work)
+
+
+GROUPED_RECIPES = {
+    "mxfp4 x fp8_block": "mxfp4_block",
+    "mxfp4 x bf16": "mxfp4 x bf16",
+    "mxfp4 x mxfp8": "mxfp4",
+    "fp8_block x fp8_block": "fp8_block",
+}
+
+
+def grouped() -> Iterator[Timing]:
+    """The grouped kernels, not cut along K, as they run by default."""
+    name = "grouped_h200.json"
+    for row in _json(name)["rows"]:
+        model = MODELS[row["shape"]]
+        recipe = GROUPED_RECIPES[row["recipe"]]
+        per_weight = CODES_AND_SCALES["fp8_block" if recipe == "fp8_block" else "mxfp4_block"]
+        yield Timing(
+            row["shape"],
+            recipe,
+            "grouped",
+            row["num_tokens"],
+            row["plain"],
+            weight_bytes=row["experts"] * per_weight * model.weights_of_an_expert,
+            flops=model.flops(row["num_tokens"]),
+            source=name,
+        )
+
+
+def two_gpus() -> Iterator[Timing]:
+    """A layer of DeepSeek-V4-Flash's size over two GPUs."""
+    name = "expert_parallel_h200_x2.json"
+    for row in (row for row in _json(name).values() if isinstance(row, dict)):
+        if row.get("shape") != "flash":
+            continue
+        common = dict(num_ranks=2, source=name)
+        work = dict(weight_bytes=row["weight_bytes"], flops=row["flops"])
+        place = ("v4_flash", "fp8_block")
+        yield Timing(*place, "deep_gemm", row["tokens"], row["us"], **work, **common)
+        yield Timing(*place, "xla", row["tokens"], row["xla_us"], **work, **common)
+        if "bf16_us" in row:
+            peer = ("v4_flash", "bf16", "ragged_dot", row["tokens"], row["bf16_us"])
+            yield Timing(*peer, **_bf16(row), **common)
+
+
+def runs() -> Iterator[Timing]:
+    """What `bench gpu` wrote into benchmarks/results on the same kind of GPU."""
+    for path in sorted(RESULTS.glob("bench_gpu_*.json")):
+        found = read_result(path)
+        if found.device == DEVICE:
+            yield from (
+                Timing(**{**vars(each), "source": path.name})
+                for each in found.timings
+                if each.microseconds is not None
+            )
+
+
+def timings() -> list[Timing]:
+    """All of them; of one that was measured twice, the later."""
+    found = [*hopper_fp8(), *hopper_mxfp4(), *grouped(), *two_gpus(), *runs()]
+    keyed = {(e.num_ranks, e.model, *e.series, e.num_tokens): e for e in found}
+    return list(keyed.values())
+
+
+def ceilings() -> Ceilings:
+    """Of the run that measured all three."""
+    return Ceilings(**_json("sm90_h200.json")["ceilings"])
+
+
+def environments() -> dict[str, str]:
+    """Driver and jax of the recorded files."""
+    found = {}
+    for name in sorted({each.source for each in timings()}):
+        held = _json(name)
+        said = [f"{key} {held[key]}" for key in ("driver", "jax") if isinstance(held.get(key), str)]
+        found[name] = ", ".join(said)
+    return found

@@ -1,0 +1,1 @@
+"""`python -m jax_megamoe bench gpu`: layers of known models timed on this machine's GPU."""
