@@ -1,6 +1,5 @@
 """The table of memory.md: `python docs/memory_table.py` prints it."""
 
-import math
 from typing import Any
 
 from jax_megamoe.config import MoEConfig
@@ -60,9 +59,7 @@ def _config(sizes: dict[str, int], form: str, max_num_tokens: int) -> MoEConfig:
 
 def _parameters(sizes: dict[str, int], ranks: int, form: str) -> str:
     config = _config(sizes, form, 1)
-    shapes = parameter_shapes(config, config.experts_per_rank(ranks))
-    arrays = [array for name, array in shapes.items() if not name.endswith("_bias")]
-    return _megabytes(sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays))
+    return _megabytes(parameter_shapes(config, config.experts_per_rank(ranks)).num_bytes)
 
 
 def _buffer(sizes: dict[str, int], ranks: int, form: str, device: str, tokens: int) -> str:

@@ -47,6 +47,7 @@ from jax_megamoe.weights.experts import dequantize_experts as dequantize_experts
 from jax_megamoe.weights.experts import quantize_experts as quantize_experts
 from jax_megamoe.weights.folded_biases import fold_biases as fold_biases
 from jax_megamoe.weights.folded_biases import unfold_biases as unfold_biases
+from jax_megamoe.weights.params import ExpertMatrices as ExpertMatrices
 from jax_megamoe.weights.params import ExpertWeights as ExpertWeights
 from jax_megamoe.weights.relayout import to_layout as to_layout
 

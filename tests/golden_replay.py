@@ -21,7 +21,7 @@ from jax_megamoe.launch import deep_gemm, launcher
 from jax_megamoe.plan import check_sizes
 from jax_megamoe.plan.kernel import KernelSpec
 from jax_megamoe.plan.launch import KernelLaunch
-from jax_megamoe.weights.params import default_layout, parameter_shapes
+from jax_megamoe.weights.params import parameter_shapes
 
 MAX_TOKEN_BYTES = 20 << 20
 NUM_DEVICES = 8
@@ -108,8 +108,7 @@ def replays(file: str, max_weight_bytes: int) -> list[Record]:
         config = None if "rejected" in record else config_of(inputs)
         if config is None or inputs["num_ranks"] > NUM_DEVICES or not _knows_bound(record):
             continue
-        shapes = parameter_shapes(config).values()
-        num_bytes = sum(math.prod(each.shape) * each.dtype.itemsize for each in shapes)
+        num_bytes = parameter_shapes(config, has_biases=True).num_bytes
         token_bytes = 2 * inputs["num_ranks"] * inputs["num_tokens"] * inputs["hidden"]
         if num_bytes <= max_weight_bytes and token_bytes <= MAX_TOKEN_BYTES:
             found.append(record)
@@ -135,15 +134,17 @@ def zeros(mesh: Mesh, shape: tuple[int, ...], dtype: Any, spec: P) -> jax.Array:
 def zero_weights(config: mm.MoEConfig, mesh: Mesh, input_scale: float) -> mm.ExpertWeights:
     """A config's parameters without biases, all 0 but NVFP4's scale of second inputs, experts split
     over the mesh's axis."""
-    arrays = {
-        name: zeros(mesh, each.shape, each.dtype, P() if "shared" in name else P("ep"))
-        for name, each in parameter_shapes(config).items()
-        if not name.endswith("_bias")
-    }
-    if "w2_input_scale" in arrays:
-        arrays["w2_input_scale"] += np.float32(input_scale)
-    layout = default_layout(config)
-    return mm.ExpertWeights(**arrays, format=config.weight_format.name, layout=layout)
+    shapes = parameter_shapes(config)
+    place = partial(zeros, mesh)
+    weights = jax.tree.map(
+        lambda each, spec: place(each.shape, each.dtype, spec), shapes, shapes.partition_specs("ep")
+    )
+    scale = weights.routed.w2_input_scale
+    return (
+        weights
+        if scale is None
+        else weights.with_routed(w2_input_scale=scale + np.float32(input_scale))
+    )
 
 
 Known = list[tuple[str, int, int]]
@@ -192,7 +193,8 @@ def replay(record: Record, emulation: Emulation) -> Replay:
     def run() -> dict[int, Known]:
         results = jax.block_until_ready(compiled(**arrays, weights=weights))
         y, *stats = results if inputs["stats"] else [results]
-        named = arrays | weights.arrays() | {"y": y} | ({"stats": stats[0]} if stats else {})
+        operands = deep_gemm.matrix_operands(weights, fuses_shared=True)
+        named = arrays | operands | {"y": y} | ({"stats": stats[0]} if stats else {})
         return {device.id: _addresses(named, device.id) for device in mesh.devices}
 
     return Replay([device.id for device in mesh.devices], list(emulation.built), run)
@@ -215,7 +217,8 @@ def _without_tokens(
     local = config.num_experts // mesh.size
     sizes = {"x": 0, "topk_ids": 0, "topk_weights": 0}
     scale = np.full(1, input_scale, np.float32)
-    for name, each in parameter_shapes(config, local).items():
+    shapes = deep_gemm.matrix_operands(parameter_shapes(config, local), fuses_shared=True)
+    for name, each in shapes.items():
         sizes[name] = math.prod(each.shape) * each.dtype.itemsize
     results = {"y": 0} | ({"stats": 4 * local} if with_stats else {})
     results |= {name: 4 * math.prod(shape) for name, shape, _ in plan.scratch}

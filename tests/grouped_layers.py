@@ -88,7 +88,7 @@ def stored_weights(each: GroupedLayer, seed: int = 0) -> ExpertWeights:
 
 def described(each: GroupedLayer, grouped: ExpertWeights) -> GroupedLayer:
     """The case with what its parameters say of second scales."""
-    scales = (grouped.w13_weight_scale_2, grouped.w2_weight_scale_2)
+    scales = (grouped.routed.w13_weight_scale_2, grouped.routed.w2_weight_scale_2)
     kinds = ("none" if s is None else "tensor" if s.ndim == 1 else "channel" for s in scales)
     return replace(each, second_scales=tuple(kinds))
 
@@ -102,9 +102,9 @@ def grouped_weights(
 
 def parameters(grouped: ExpertWeights) -> dict[str, Array]:
     """The parameters by operand; NVFP4's second inputs are scaled by 0.25."""
-    arrays = grouped.arrays()
-    if grouped.w2_input_scale is not None:
-        arrays["w2_weight_scale_2"] = grouped.w2_weight_scale_2 * 0.25
+    arrays = grouped.routed.arrays()
+    if grouped.routed.w2_input_scale is not None:
+        arrays["w2_weight_scale_2"] = grouped.routed.w2_weight_scale_2 * 0.25
         arrays["w2_input_scale"] = jnp.full(1, 0.25, jnp.float32)
     return arrays
 
@@ -139,8 +139,10 @@ def expected(
         for name, array in call.items()
     }
     halves = None
-    if stored.w13_bias is not None:
-        halves = jnp.split(w13_from_kernel(stored.w13_bias, stored.layout, axis=-1), 2, axis=-1)
+    if stored.routed.w13_bias is not None:
+        halves = jnp.split(
+            w13_from_kernel(stored.routed.w13_bias, stored.layout, axis=-1), 2, axis=-1
+        )
     return np.asarray(_exact(replace(each, num_tokens=0), stored, halves, padded))[
         : each.num_tokens
     ]
@@ -153,7 +155,7 @@ def _exact(
     scale = jnp.float32(0.25) if each.activations == "nvfp4" else None
     recipe = BY_NAME[each.activations]
     activation = mm.Activation(each.activation, clamp=each.clamp, alpha=each.alpha, beta=each.beta)
-    plain = replace(stored, w13_bias=None, w2_bias=None)
+    plain = stored.with_routed(w13_bias=None, w2_bias=None)
     gate, up, down = dequantize_experts(_config(each), plain)
     quantised = quantize_tokens(call["x"], recipe)
     x = quantised.decoded().astype(jnp.float32)
@@ -175,8 +177,8 @@ def _exact(
         act = expert.second_input(act, weight, recipe, scale)
         y = product(act.astype(jnp.float32), down[e].T)
         y = y if scale is None else y * scale
-        if stored.w2_bias is not None:
-            y = y + stored.w2_bias[e][None] * (1 if each.weighs_in_combine else factor)
+        if stored.routed.w2_bias is not None:
+            y = y + stored.routed.w2_bias[e][None] * (1 if each.weighs_in_combine else factor)
         return jnp.where(here[..., None], expert.round_bf16(y)[:, None], slots), None
 
     empty = jnp.zeros((*ids.shape, each.hidden_size), jnp.float32)

@@ -41,10 +41,12 @@ def moe(
     # sgl's NVFP4 kernel, whose row order it is, weighs before it quantises and has no floors.
     early_nvfp4 = weights.layout == "sgl_fp4"
     matrices, every_bias = experts(weights, form), biases(weights)
-    a_scale = F32(np.asarray(weights.w2_input_scale).max() or 1) if form == "nvfp4" else F32(1)
+    a_scale = (
+        F32(np.asarray(weights.routed.w2_input_scale).max() or 1) if form == "nvfp4" else F32(1)
+    )
     out = np.zeros((len(x), cfg.hidden_size), F32)
     for t, row in enumerate(np.asarray(x, F32)):
-        if weights.shared_l1_weight is not None:
+        if weights.shared is not None:
             assert cfg.shared_format is not None
             mlp = shared(weights, cfg.shared_format)
             out[t] = _expert(row, F32(1), mlp, None, cfg, cfg.shared_format, F32(1), rounds)
@@ -249,7 +251,7 @@ def _rows(weight, layout: str) -> list[list[int]]:
 
 def _untiled(w: ExpertWeights) -> dict[str, np.ndarray]:
     """The fields of routed experts, rows of tiles one after another."""
-    arrays = {n: np.asarray(a) for n, a in w.arrays().items() if "shared" not in n}
+    arrays = {name: np.asarray(array) for name, array in w.routed.arrays().items()}
     if w.layout == "sgl_fp4":
         e, tiles, rows, k = arrays["w13_weight"].shape
         arrays["w13_weight"] = arrays["w13_weight"].reshape(e, tiles * rows, k)
@@ -263,9 +265,9 @@ def experts(w: ExpertWeights, form: str) -> list[np.ndarray]:
     """gate [E, I, H], up [E, I, H], down [E, H, I]."""
     arrays = _untiled(w)
     gates = _rows(arrays["w13_weight"], w.layout)
-    down_rows = list(range(w.w2_weight.shape[1] * (128 if form == "mxfp4_block" else 1)))
+    down_rows = list(range(w.routed.w2_weight.shape[1] * (128 if form == "mxfp4_block" else 1)))
     parts: list[list[np.ndarray]] = [[], [], []]
-    for e in range(w.w13_weight.shape[0]):
+    for e in range(w.routed.w13_weight.shape[0]):
         one = {name: array[e] for name, array in arrays.items()}
         w13, s13 = one["w13_weight"], one.get("w13_weight_scale")
         w2, s2 = one["w2_weight"], one.get("w2_weight_scale")
@@ -288,15 +290,15 @@ def experts(w: ExpertWeights, form: str) -> list[np.ndarray]:
 
 def shared(w: ExpertWeights, form: str) -> list[np.ndarray]:
     """gate [S, H], up [S, H] and down [H, S] of the fused shared expert."""
-    rows = _rows(w.shared_l1_weight, "interleave8")
-    l1 = [matrix(w.shared_l1_weight, w.shared_l1_weight_scale, form, half) for half in rows]
-    every = list(range(w.shared_l2_weight.shape[0]))
-    return [*l1, matrix(w.shared_l2_weight, w.shared_l2_weight_scale, form, every)]
+    rows = _rows(w.shared.w13_weight, "interleave8")
+    l1 = [matrix(w.shared.w13_weight, w.shared.w13_weight_scale, form, half) for half in rows]
+    every = list(range(w.shared.w2_weight.shape[0]))
+    return [*l1, matrix(w.shared.w2_weight, w.shared.w2_weight_scale, form, every)]
 
 
 def biases(w: ExpertWeights) -> list[np.ndarray] | None:
     """gate [E, I], up [E, I] and down [E, H]; None without biases."""
-    if w.w13_bias is None:
+    if w.routed.w13_bias is None:
         return None
     arrays = _untiled(w)
     gate, up = _rows(arrays["w13_weight"], w.layout)

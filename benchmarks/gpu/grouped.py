@@ -141,7 +141,7 @@ def row(shape: str, recipe: tuple[str, str], num_tokens: int, weights: Any) -> R
         run = scanned(variant)
         found[name] = microseconds(lambda run=run: run(operands), LAYERS)
     found["products"] = microseconds(products_alone(each, operands), LAYERS)
-    routed = sum(a.nbytes for n, a in stored.arrays().items() if n.startswith(("w13_w", "w2_w")))
+    routed = sum(a.nbytes for n, a in stored.routed.arrays().items() if "_weight" in n)
     read = routed * experts / each.num_experts
     rate = read / found["products"] / 1e3
     return Row(
@@ -205,7 +205,7 @@ def gpt_oss(found: list[dict[str, Any]], token_counts: tuple[int, ...], num_laye
         jitted = jax.jit(run)
         taken = microseconds(lambda f=jitted, c=call: f(stacked, c), num_layers)
         experts = len(np.unique(np.asarray(call["topk_ids"])))
-        size = sum(a.nbytes for n, a in one.arrays().items() if n.startswith(("w13", "w2")))
+        size = sum(a.nbytes for a in one.routed.arrays().values())
         read = size * min(experts, GPT_OSS["num_experts"]) / GPT_OSS["num_experts"]
         rate = read / taken / 1e3
         print(

@@ -52,7 +52,7 @@ Json = dict[str, Any]
 def random_layers(cfg: mm.MoEConfig, mesh: Mesh, num_layers: int) -> ExpertWeights:
     """Stacked parameters [layers, E, ...]: random codes under scales 2^-4 to 2^-1, and factors
     that make a matrix of variance 1 / fan-in of them. Drawn a layer at a time, in place."""
-    shapes = parameter_shapes(cfg)
+    shapes = parameter_shapes(cfg).routed
     specs = P(None, AXIS)
     place = partial(jax.shard_map, mesh=mesh, out_specs=specs)
 
@@ -76,7 +76,7 @@ def random_layers(cfg: mm.MoEConfig, mesh: Mesh, num_layers: int) -> ExpertWeigh
     for index, (name, fan_in) in enumerate(
         (("w13_weight", cfg.hidden_size), ("w2_weight", cfg.intermediate_size))
     ):
-        shape = (local, *shapes[name].shape[1:])
+        shape = (local, *getattr(shapes, name).shape[1:])
         draw = jax.jit(place(partial(stacked, shape=shape), in_specs=P()))
         made[name] = jax.block_until_ready(draw(jax.random.key(index)))
         # Codes have a mean square of 9.1, these scales of 2^-3.6.
@@ -89,7 +89,7 @@ def random_layers(cfg: mm.MoEConfig, mesh: Mesh, num_layers: int) -> ExpertWeigh
         )
         made[f"{name}_scale_2"] = fill()
     like = jax.eval_shape(partial(random_experts, cfg), jax.random.key(0))
-    return jax.tree.unflatten(jax.tree.structure(like), [made[name] for name in like.arrays()])
+    return like.with_routed(**made)
 
 
 def model(cfg: mm.MoEConfig, mesh: Mesh) -> Any:
@@ -113,7 +113,7 @@ def model(cfg: mm.MoEConfig, mesh: Mesh) -> Any:
 
 def measure(cfg: mm.MoEConfig, mesh: Mesh, parameters: ExpertWeights, num_tokens: int) -> Json:
     """Microseconds of a layer and the bytes of the experts that a rank reads for it."""
-    num_layers = parameters.w13_weight.shape[0]
+    num_layers = parameters.routed.w13_weight.shape[0]
     rows = num_tokens * mesh.size
     key = jax.random.key(num_tokens)
     x = jax.random.normal(key, (rows, cfg.hidden_size), jnp.bfloat16)

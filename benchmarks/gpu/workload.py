@@ -80,12 +80,12 @@ def record_operands(x: Array, ids: Array, factors: Array, params: ExpertWeights)
         "x": x,
         "topk_idx": ids,
         "topk_weights": factors,
-        "l1_weights": params.w13_weight,
-        "l1_weights_sf": params.w13_weight_scale,
-        "l1_global_scales": params.w13_weight_scale_2,
-        "l2_weights": params.w2_weight,
-        "l2_weights_sf": params.w2_weight_scale,
-        "l2_global_scales": params.w2_weight_scale_2,
+        "l1_weights": params.routed.w13_weight,
+        "l1_weights_sf": params.routed.w13_weight_scale,
+        "l1_global_scales": params.routed.w13_weight_scale_2,
+        "l2_weights": params.routed.w2_weight,
+        "l2_weights_sf": params.routed.w2_weight_scale,
+        "l2_global_scales": params.routed.w2_weight_scale_2,
     }
     arrays = {name: array for name, array in arrays.items() if array is not None}
     jax.block_until_ready(list(arrays.values()))

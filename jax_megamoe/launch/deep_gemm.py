@@ -264,6 +264,14 @@ def default_device() -> jax.Device:
     return jax.local_devices(backend=chosen)[0]
 
 
+def matrix_operands(weights: ExpertWeights, *, fuses_shared: bool) -> dict[str, Array]:
+    """One rank's parameters by operand of a plan, the fused shared expert's if asked for."""
+    operands = weights.routed.arrays()
+    if fuses_shared and weights.shared is not None:
+        operands |= {f"shared_{name}": array for name, array in weights.shared.arrays().items()}
+    return operands
+
+
 def moe(
     x: BFloat16[Array, "tokens hidden"],
     topk_ids: Int32[Array, "tokens top_k"],
@@ -298,10 +306,8 @@ def moe(
     Returns:
         bfloat16 [T, H], and int32 [E] or None.
     """
-    arrays = weights.arrays()
-    if not route.fuses_shared:
-        arrays = {name: a for name, a in arrays.items() if not name.startswith("shared_")}
-    operands = {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights} | arrays
+    operands = {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights}
+    operands |= matrix_operands(weights, fuses_shared=route.fuses_shared)
     if padding_mask is not None:
         operands["padding_mask"] = padding_mask
     if eplb is not None:
@@ -311,7 +317,7 @@ def moe(
         operands |= FACTORS[route.family(config).factors](weights, axis)
     results = {"y": jax.ShapeDtypeStruct(x.shape, x.dtype)}
     if with_stats:
-        operands["stats"] = jnp.zeros(weights.w13_weight.shape[0], jnp.int32)
+        operands["stats"] = jnp.zeros(weights.routed.w13_weight.shape[0], jnp.int32)
         results["stats"] = jax.ShapeDtypeStruct(operands["stats"].shape, jnp.int32)
     routing = Routing(
         num_logical=config.logical_experts,

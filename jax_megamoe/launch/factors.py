@@ -22,8 +22,8 @@ def _none(weights: ExpertWeights, axis: Axis | None) -> dict[str, Array]:
 def _folded(weights: ExpertWeights, axis: Axis | None) -> dict[str, Array]:
     """w13_weight_scale_2 [E, 2] for gate and up; w2_input_scale [E], the inverse of the one scale
     of second inputs; w2_weight_scale_2 [E], which takes that scale back."""
-    scale = expert.input_scale(weights.w2_input_scale, axis)
-    first, second = weights.w13_weight_scale_2, weights.w2_weight_scale_2
+    scale = expert.input_scale(weights.routed.w2_input_scale, axis)
+    first, second = weights.routed.w13_weight_scale_2, weights.routed.w2_weight_scale_2
     return {
         "w13_weight_scale_2": jnp.stack([first, first], axis=-1),
         "w2_input_scale": jnp.ones_like(second) / scale,
@@ -34,8 +34,8 @@ def _folded(weights: ExpertWeights, axis: Axis | None) -> dict[str, Array]:
 def _input_scale_apart(weights: ExpertWeights, axis: Axis | None) -> dict[str, Array]:
     """l2_activation_scale [1], the one scale of second inputs; w2_weight_scale_2 [E], which takes
     it back."""
-    scale = expert.input_scale(weights.w2_input_scale, axis)
-    factors = weights.w2_weight_scale_2 * scale
+    scale = expert.input_scale(weights.routed.w2_input_scale, axis)
+    factors = weights.routed.w2_weight_scale_2 * scale
     return {"w2_weight_scale_2": factors, "l2_activation_scale": scale.reshape(1)}
 
 

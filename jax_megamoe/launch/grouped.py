@@ -123,17 +123,17 @@ def _described(
         num_sms=route.num_sms,
         num_tokens=num_tokens,
         top_k=config.top_k,
-        num_experts=weights.w13_weight.shape[0],
+        num_experts=weights.routed.w13_weight.shape[0],
         num_logical=config.logical_experts,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
         weights=recipe.weights.name,
         activations=activation_format(config),
         second_scales=(
-            _second(weights.w13_weight_scale_2),
-            _second(weights.w2_weight_scale_2),
+            _second(weights.routed.w13_weight_scale_2),
+            _second(weights.routed.w2_weight_scale_2),
         ),
-        biases=weights.w13_bias is not None,
+        biases=weights.routed.w13_bias is not None,
         activation=activation.name,
         clamp=activation.clamp,
         alpha=activation.alpha,
@@ -218,7 +218,7 @@ def rows(
         weights, config, route: as of `moe`; one rank's experts.
         axis: the manual mesh axis (axes) of expert parallelism.
     """
-    local = weights.w13_weight.shape[0]
+    local = weights.routed.w13_weight.shape[0]
     described = dataclasses.replace(
         _described(config, route, weights, x.shape[0]), top_k=1, num_logical=local
     )
@@ -230,10 +230,11 @@ def rows(
 
 def _parameters(weights: ExpertWeights, axis: Axis | None) -> dict[str, Array]:
     """The parameters by operand, NVFP4's with the scale of second inputs in their factor."""
-    arrays = {n: a for n, a in weights.arrays().items() if not n.startswith("shared_")}
-    if weights.w2_input_scale is not None:
-        scale = expert.input_scale(weights.w2_input_scale, axis)
-        arrays["w2_weight_scale_2"] = weights.w2_weight_scale_2 * scale
+    routed = weights.routed
+    arrays = routed.arrays()
+    if routed.w2_input_scale is not None:
+        scale = expert.input_scale(routed.w2_input_scale, axis)
+        arrays["w2_weight_scale_2"] = routed.w2_weight_scale_2 * scale
         arrays["w2_input_scale"] = scale.reshape(1)
     return arrays
 

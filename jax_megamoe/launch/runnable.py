@@ -203,7 +203,7 @@ def _parameter_refusal(
     config: MoEConfig, weights: ExpertWeights, family: KernelFamily
 ) -> Refusal | None:
     """What a kernel asks of parameters beyond their shapes."""
-    has_biases = weights.w13_bias is not None or weights.w2_bias is not None
+    has_biases = weights.routed.w13_bias is not None or weights.routed.w2_bias is not None
     if has_biases and not weights.folds_biases:
         expected = f"no biases for implementation {family.implementation}, or folded ones"
         hint = "jax_megamoe.fold_biases(config, weights) folds them; or use xla"

@@ -343,7 +343,7 @@ class MegaMoEBlock(nnx.Module):
             gate_up_order=gate_up_order,
             progress=progress,
         )
-        check_biases(getattr(self.experts, "w2_bias") is not None, experts, tensors.prefix)
+        check_biases(self.experts.has_biases, experts, tensors.prefix)
         self.config, self.shared_expert = made.config, nnx.data(made.shared_expert)
         self.shared_stored = made.shared_stored
         for module, arrays in ((self.router, router), (self.shared_expert, shared)):
@@ -376,7 +376,7 @@ class MegaMoEBlock(nnx.Module):
         stored = tensors.shared_scheme() if has_shared else None
         if form.name == own and stored == self.shared_stored:
             return self
-        biased = getattr(self.experts, "w2_bias") is not None
+        biased = self.experts.has_biases
         make = partial(
             MegaMoEBlock,
             storage.config_in_format(self.config, form, mesh, self.experts.axis, biased),

@@ -39,7 +39,7 @@ def check_kind(router: Router, kind: str, layer_index: int) -> None:
 
 def check_biases(wanted: bool, experts: ExpertWeights, prefix: str) -> None:
     """Raises ValueError for experts that have biases where the block has none, or the reverse."""
-    has = experts.w13_bias is not None
+    has = experts.routed.w13_bias is not None
     if has != wanted:
         words = {True: "biases of the experts", False: "no biases of the experts"}
         raise ValueError(_checks.message(prefix, words[wanted], words[has]))

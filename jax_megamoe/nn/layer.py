@@ -17,7 +17,7 @@ from jax_megamoe.config import MoEConfig
 from jax_megamoe.formats import GROUPED_LAYOUTS
 from jax_megamoe.launch import deep_gemm, runnable
 from jax_megamoe.mesh import Axis, current_mesh
-from jax_megamoe.nn.variables import ExpertVariable, held, replicated
+from jax_megamoe.nn.variables import ExpertVariable, MatrixVariables, held, replicated
 from jax_megamoe.op.mega_moe import PORTABLE, call
 from jax_megamoe.op.transforms import Parameters, Place, Tokens, place_of
 from jax_megamoe.routing.rebalance import rebalance, solve_placement
@@ -26,7 +26,6 @@ from jax_megamoe.weights.checkpoint.load import Pairs, reload_experts
 from jax_megamoe.weights.drawn import random_experts
 from jax_megamoe.weights.folded_biases import fold_biases, with_free_columns
 from jax_megamoe.weights.params import (
-    ARRAY_FIELDS,
     ExpertWeights,
     check_weights,
     default_layout,
@@ -38,9 +37,10 @@ from jax_megamoe.weights.relayout import to_layout
 class MegaMoE(nnx.Module):
     """The routed experts of one MoE layer, and a fused shared expert if the weights hold one.
 
-    Parameters are `ExpertVariable`s in kernel layout, named as the fields of `ExpertWeights`:
-    `nnx.grad` and `nnx.Optimizer` leave them alone. A layer with num_logical_experts also holds its
-    replica map, ``logical_to_physical`` and ``num_replicas``, or one without after a rebalance.
+    Parameters are `ExpertVariable`s in kernel layout, at the paths of `ExpertWeights`
+    (``routed.w13_weight``, ``shared.w2_weight``): `nnx.grad` and `nnx.Optimizer` leave them alone.
+    A layer with num_logical_experts also holds its replica map, ``logical_to_physical`` and
+    ``num_replicas``, or one without after a rebalance.
     With a mesh, experts are sharded over the axis (a fused shared expert and the map are
     replicated) and carry that as their `out_sharding`.
 
@@ -122,15 +122,10 @@ class MegaMoE(nnx.Module):
         self.token_axes = token_axes
         self.implementation = implementation
         specs = weights.partition_specs(axis) if spread is not None and axis is not None else None
-        for name in ARRAY_FIELDS:
-            array, variable = getattr(weights, name), None
-            if array is not None and specs is None:
-                variable = ExpertVariable(array)
-            elif array is not None:
-                # nnx takes the empty spec of a replicated array for none at all.
-                spec = tuple(getattr(specs, name)) or (None,) * array.ndim
-                variable = ExpertVariable(array, out_sharding=spec, mesh=spread)
-            setattr(self, name, variable)
+        self.routed = MatrixVariables(weights.routed, specs and specs.routed, spread)
+        self.shared = None
+        if weights.shared is not None:
+            self.shared = MatrixVariables(weights.shared, specs and specs.shared, spread)
         if eplb is None and config.num_logical_experts is not None:
             eplb = initial_map(config)
         self.logical_to_physical: Any = None
@@ -150,9 +145,14 @@ class MegaMoE(nnx.Module):
         return self._weights(lambda variable: variable.get_value()).layout
 
     @property
+    def has_biases(self) -> bool:
+        """Whether the experts have biases, folded ones too."""
+        return self.routed.w2_bias is not None
+
+    @property
     def folds_biases(self) -> bool:
         """Whether the last columns of w13_weight hold the first biases."""
-        return self._weights(lambda variable: variable.get_value()).folds_biases
+        return self.has_biases and self.routed.w13_bias is None
 
     @property
     def weights(self) -> ExpertWeights:
@@ -235,18 +235,16 @@ class MegaMoE(nnx.Module):
                     f"jax_megamoe.to_layout(weights, {self.layout!r}) moves them",
                 )
             )
-        for name in ARRAY_FIELDS:
-            has, wanted = getattr(weights, name) is not None, getattr(self, name) is not None
-            if has != wanted:
-                words = {True: "an array, as the layer has", False: "None: the layer has none"}
-                got = "an array" if has else None
-                raise ValueError(_checks.message(f"weights.{name}", words[wanted], got))
+        given, own = weights.arrays(), self._weights(lambda variable: variable.get_value()).arrays()
+        for name in sorted(given.keys() ^ own.keys()):
+            words = {True: "an array, as the layer has", False: "None: the layer has none"}
+            got = "an array" if name in given else None
+            raise ValueError(_checks.message(f"weights.{name}", words[name in own], got))
         if eplb is None and self.num_replicas is not None:
             eplb = initial_map(self.config)
         if eplb is not None:
             check_map(self.config, eplb)
-        for name, array in weights.arrays().items():
-            _put(getattr(self, name), array)
+        self._put(weights)
         if eplb is not None:
             self._set_map(eplb)
 
@@ -311,17 +309,21 @@ class MegaMoE(nnx.Module):
             mesh=mesh,
             axis=None if mesh is None else self.axis,
         )
-        for name, array in weights.arrays().items():
-            _put(getattr(self, name), array)
+        self._put(weights)
         self._set_map(eplb)
         return np.asarray(placement)
 
-    def _weights(self, read: Callable[[Any], Any]) -> ExpertWeights:
-        variables = {name: getattr(self, name) for name in ARRAY_FIELDS}
-        arrays = {name: None if each is None else read(each) for name, each in variables.items()}
-        present = {name: array for name, array in arrays.items() if array is not None}
-        layout = layout_of(self.config, present)
-        return ExpertWeights(**arrays, format=self.config.weight_format.name, layout=layout)
+    def _weights(self, read: Callable[[ExpertVariable], Any]) -> ExpertWeights:
+        routed = self.routed.matrices(read)
+        shared = None if self.shared is None else self.shared.matrices(read)
+        layout = layout_of(self.config, routed)
+        return ExpertWeights(routed, shared, self.config.weight_format.name, layout)
+
+    def _put(self, weights: ExpertWeights) -> None:
+        for name, part in weights.parts.items():
+            variables = getattr(self, name)
+            for field, array in part.arrays().items():
+                _put(getattr(variables, field), array)
 
     def _set_map(self, eplb: ReplicaMap) -> None:
         for name in ("logical_to_physical", "num_replicas"):

@@ -1,5 +1,6 @@
 """Variables of the modules: where they lie, which are trained, and what they hold."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jax_megamoe import _checks
+from jax_megamoe.weights.params import MATRIX_FIELDS, ExpertMatrices
 
 
 class ExpertVariable(nnx.Variable):
@@ -22,6 +24,50 @@ class ExpertVariable(nnx.Variable):
 
 class Buffer(nnx.Variable):
     """A value that is loaded and not trained: a router's correction bias or table."""
+
+
+class MatrixVariables(nnx.Module):
+    """An `ExpertMatrices` as a module: each array is an `ExpertVariable` of the same name."""
+
+    w13_weight: Any
+    w2_weight: Any
+    w13_weight_scale: Any
+    w2_weight_scale: Any
+    w13_weight_scale_2: Any
+    w2_weight_scale_2: Any
+    w2_input_scale: Any
+    w13_bias: Any
+    w2_bias: Any
+
+    def __init__(
+        self,
+        matrices: ExpertMatrices,
+        specs: ExpertMatrices | None = None,
+        mesh: Mesh | AbstractMesh | None = None,
+    ) -> None:
+        """Makes the module.
+
+        Args:
+            matrices: the arrays.
+            specs: a PartitionSpec for each; None: they are on one device.
+            mesh: what the specs refer to.
+        """
+        for name in MATRIX_FIELDS:
+            array, variable = getattr(matrices, name), None
+            if array is not None and specs is None:
+                variable = ExpertVariable(array)
+            elif array is not None:
+                # nnx takes the empty spec of a replicated array for none at all.
+                spec = tuple(getattr(specs, name)) or (None,) * array.ndim
+                variable = ExpertVariable(array, out_sharding=spec, mesh=mesh)
+            setattr(self, name, variable)
+
+    def matrices(self, read: Callable[[ExpertVariable], Any]) -> ExpertMatrices:
+        """The same tree with what `read` makes of each variable."""
+        named = {name: getattr(self, name) for name in MATRIX_FIELDS}
+        return ExpertMatrices(
+            **{name: None if each is None else read(each) for name, each in named.items()}
+        )
 
 
 def held(variable: nnx.Variable[Any], name: str) -> Array:

@@ -78,5 +78,5 @@ def gradient_of_second(
 def _everywhere(weights: ExpertWeights, axis: Axis | None) -> Float32[Array, "experts hidden"]:
     """The second biases of all ranks' experts."""
     if axis is None:
-        return weights.w2_bias
-    return lax.all_gather(weights.w2_bias, axis, axis=0, tiled=True)
+        return weights.routed.w2_bias
+    return lax.all_gather(weights.routed.w2_bias, axis, axis=0, tiled=True)

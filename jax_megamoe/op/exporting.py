@@ -16,7 +16,7 @@ from jax import export
 
 from jax_megamoe.routing.replicas import ReplicaMap
 from jax_megamoe.routing.stats import MoEStats
-from jax_megamoe.weights.params import ExpertWeights
+from jax_megamoe.weights.params import ExpertMatrices, ExpertWeights
 
 
 def _encode(metadata: Any) -> bytes:
@@ -30,7 +30,7 @@ def _decode(data: bytes | bytearray) -> tuple[Any, ...]:
 @functools.cache
 def register() -> None:
     """Registers each pytree under its public name. Once a process, at import."""
-    for tree in (ExpertWeights, ReplicaMap, MoEStats):
+    for tree in (ExpertMatrices, ExpertWeights, ReplicaMap, MoEStats):
         export.register_pytree_node_serialization(
             tree,
             serialized_name=f"jax_megamoe.{tree.__name__}",

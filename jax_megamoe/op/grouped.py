@@ -78,9 +78,9 @@ def moe(
             rows[0], local_id, rows[1], weights, config=config, route=route, axis=axis
         )
 
-    zero = expert.varying_zero(x, weights.w13_weight).astype(x.dtype)
+    zero = expert.varying_zero(x, weights.routed.w13_weight).astype(x.dtype)
     empty = jnp.zeros((ids.size, x.shape[1]), x.dtype) + zero
-    local = weights.w13_weight.shape[0]
+    local = weights.routed.w13_weight.shape[0]
     with jax.named_scope("mega_moe/experts"):
         slots = exchanged(
             ids.reshape(-1),

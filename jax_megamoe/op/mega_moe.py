@@ -265,12 +265,13 @@ def _check_shardings(place: Place, tokens: dict[str, Any], weights: ExpertWeight
     for name, array in tokens.items():
         _check_sharding(name, array, rows, over.format(sorted(rows)), hint)
     over = over.format(sorted(allowed))
-    for name, array in weights.arrays().items():
-        if name.startswith("shared_"):
-            unfused = "pass a sharded shared expert as the function shared_experts="
-            _check_sharding(f"weights.{name}", array, set(), "a replicated array", unfused)
-        else:
-            _check_sharding(f"weights.{name}", array, allowed, over, inner)
+    for name, array in weights.routed.arrays().items():
+        _check_sharding(f"weights.routed.{name}", array, allowed, over, inner)
+    if weights.shared is None:
+        return
+    hint = "pass a sharded shared expert as the function shared_experts="
+    for name, array in weights.shared.arrays().items():
+        _check_sharding(f"weights.shared.{name}", array, set(), "a replicated array", hint)
 
 
 def _check_sharding(name: str, array: Any, allowed: set[str], expected: str, hint: str) -> None:

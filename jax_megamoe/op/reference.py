@@ -132,12 +132,12 @@ def moe(
     recipe = recipe_for(config, weights)
     scale = None
     if recipe.activations.has_global_scale and not exact:
-        scale = expert.input_scale(weights.w2_input_scale, axis)
+        scale = expert.input_scale(weights.routed.w2_input_scale, axis)
     everyone, first_expert = staged, jnp.int32(0)
     if axis is not None:
         gather = partial(lax.all_gather, axis_name=axis, axis=0, tiled=True)
         everyone = jax.tree.map(gather, staged)
-        first_expert = lax.axis_index(axis) * weights.w13_weight.shape[0]
+        first_expert = lax.axis_index(axis) * weights.routed.w13_weight.shape[0]
     slots = _slots(everyone, weights, config, first_expert, scale, exact)
     if axis is not None:
         slots = lax.psum_scatter(slots, axis, scatter_dimension=0, tiled=True)

@@ -6,7 +6,6 @@ batching rule; one rank's part.
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -138,8 +137,9 @@ def run(tokens: Tokens, parameters: Parameters, *, call: Call) -> Result:
     """(y, tokens of each expert), the second for `with_stats` alone."""
     place = call.place
     if tokens.x.shape[0] == 0:
-        zero = expert.varying_zero(tokens.x, parameters.weights.w13_weight).astype(jnp.int32)
-        counts = jnp.zeros(parameters.weights.w13_weight.shape[:1], jnp.int32) + zero
+        weight = parameters.weights.routed.w13_weight
+        zero = expert.varying_zero(tokens.x, weight).astype(jnp.int32)
+        counts = jnp.zeros(weight.shape[:1], jnp.int32) + zero
         return tokens.x, counts if call.with_stats else None
     if place.axis is not None and not place.inside:
         mesh = place.mesh
@@ -257,7 +257,7 @@ def _with_constant(tokens: Tokens, parameters: Parameters) -> tuple[Tokens, Para
     """What the experts get where first biases are folded: second ones are not their matter."""
     weights = parameters.weights
     given = tokens._replace(x=bias_columns.with_constant(tokens.x, weights))
-    return given, parameters._replace(weights=replace(weights, w2_bias=None))
+    return given, parameters._replace(weights=weights.with_routed(w2_bias=None))
 
 
 def _physical(tokens: Tokens, parameters: Parameters, call: Call) -> tuple[Array, Array]:

@@ -138,7 +138,7 @@ def _routed_mlp(weights: ExpertWeights, config: MoEConfig, axis: Axis | None) ->
     recipe = recipe_for(config, weights)
     scale = None
     if recipe.activations.has_global_scale:
-        scale = expert.input_scale(weights.w2_input_scale, axis)
+        scale = expert.input_scale(weights.routed.w2_input_scale, axis)
     if weights.layout in GROUPED_LAYOUTS:
         return _Mlp(config, recipe, INTERLEAVE_8, scale, weights.layout)
     return _Mlp(config, recipe, weights.layout, scale)
@@ -181,7 +181,7 @@ def _local_slots(
     staged: StagedTokens, cotangent: Array | None, weights: ExpertWeights, mlp: _Mlp
 ) -> Array:
     """Every slot's row when all experts are here."""
-    num_experts = weights.w13_weight.shape[0]
+    num_experts = weights.routed.w13_weight.shape[0]
     ids = staged.topk_ids.reshape(-1)
     # Unrouted slots sort behind the last expert, where no group reaches them.
     order = jnp.argsort(jnp.where(ids < 0, num_experts, ids), stable=True)
@@ -199,7 +199,7 @@ def _exchanged_slots(
     num_ranks: int,
 ) -> Array:
     """Every slot's row, sent to its expert's rank and back in rounds."""
-    local_experts = weights.w13_weight.shape[0]
+    local_experts = weights.routed.w13_weight.shape[0]
     ids = staged.topk_ids.reshape(-1)
 
     def apply(rows: _Rows, local_id: Array) -> Array:
@@ -210,7 +210,7 @@ def _exchanged_slots(
 
     return exchanged(
         ids,
-        _empty(ids.size, cotangent is not None, mlp, ids, weights.w13_weight),
+        _empty(ids.size, cotangent is not None, mlp, ids, weights.routed.w13_weight),
         lambda row: _token_rows(staged, cotangent, row),
         apply,
         local_experts=local_experts,
@@ -259,7 +259,7 @@ def _grouped(
 
         return lax.fori_loop(0, -(-counts[e] // block), one_block, out)
 
-    out = _empty(num_rows + block, backward, mlp, rows.weight, weights.w13_weight)
+    out = _empty(num_rows + block, backward, mlp, rows.weight, weights.routed.w13_weight)
     num_busy = jnp.sum(counts > 0, dtype=jnp.int32)
     return lax.fori_loop(0, num_busy, one_expert, out)[:num_rows]
 
@@ -298,7 +298,7 @@ def _block_rows(num_rows: int, num_experts: int) -> int:
 
 def _expert_fields(weights: ExpertWeights, e: Array, mlp: _Mlp) -> dict[str, Any]:
     """Expert e's decoded matrices and factors."""
-    routed = {name: a for name, a in weights.arrays().items() if not name.startswith("shared_")}
+    routed = weights.routed.arrays()
     # The barrier ties the parameters to e: else XLA moves their decoding, of all of them, out of
     # the loop.
     routed, e = lax.optimization_barrier((routed, e))
@@ -364,13 +364,11 @@ def shared_expert(
     if shared is None or tokens is None or config.shared_format is None:
         return None
     mlp = _Mlp(config, RECIPES[config.shared_format], INTERLEAVE_8)
-    arrays = {
-        "w13_weight": shared.l1_weight,
-        "w13_weight_scale": shared.l1_weight_scale,
-        "w2_weight": shared.l2_weight,
-        "w2_weight_scale": shared.l2_weight_scale,
+    arrays = shared.arrays()
+    fields: dict[str, Any] = {
+        "w13": _decode(arrays, "w13_weight", mlp),
+        "w2": _decode(arrays, "w2_weight", mlp),
     }
-    fields = {"w13": _decode(arrays, "w13_weight", mlp), "w2": _decode(arrays, "w2_weight", mlp)}
     ones = jnp.ones(tokens.values.shape[0], jnp.float32)
     fields |= dict.fromkeys(("w13_bias", "w2_bias", "l1_alpha", "l2_alpha"))
     return _apply(tokens, ones, fields, mlp).astype(jnp.float32)

@@ -71,7 +71,7 @@ def _shared(traits: Sm100Traits, problem: Problem) -> _Experts:
     acts = shared_activations(traits, problem)
     return _Experts(
         "shared_",
-        ("shared_l1_weight", "shared_l2_weight"),
+        ("shared_w13_weight", "shared_w2_weight"),
         acts,
         traits.shared[problem.shared_format or ""],
         block,

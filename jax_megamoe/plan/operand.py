@@ -10,9 +10,10 @@ class Operand:
     """A named array, the symmetric buffer or a constant of the plan, and a byte offset into it.
 
     Attributes:
-        name: ``"symmetric_buffer"``; an operand or result of the call (``"x"``, ``"topk_ids"``,
-            ``"topk_weights"``, the fields of ExpertWeights such as ``"w13_weight"``, ``"y"``,
-            ``"stats"``); or a key of the plan's `constants`.
+        name: ``"symmetric_buffer"``; an operand or result of the call: ``"x"``, ``"topk_ids"``,
+            ``"topk_weights"``, ``"y"``, ``"stats"``, a field of the routed experts such as
+            ``"w13_weight"`` or of the fused shared one such as ``"shared_w13_weight"``; or a key of
+            the plan's `constants`.
         offset: bytes.
     """
 

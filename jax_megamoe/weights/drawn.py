@@ -13,8 +13,8 @@ from jax_megamoe.config import ExpertSpec
 from jax_megamoe.formats import INTERLEAVE_8, WEIGHT_FORMATS, WeightFormat
 from jax_megamoe.mesh import Axis, axis_names, has_explicit_axes
 from jax_megamoe.weights import layout as layouts
-from jax_megamoe.weights.experts import ROUNDED, SHARED_NAMES, expert_fields
-from jax_megamoe.weights.params import ExpertWeights, default_layout
+from jax_megamoe.weights.experts import ROUNDED, expert_fields
+from jax_megamoe.weights.params import ExpertMatrices, ExpertWeights, default_layout
 
 
 def random_experts(
@@ -42,9 +42,10 @@ def random_experts(
     fields = _random_routed(
         key, config=config, layout=layout, has_biases=has_biases, mesh=mesh, axis=axis
     )
+    shared = None
     if config.num_shared_experts and config.shared_format is not None:
-        fields |= _random_shared(key, config=config, mesh=mesh)
-    return ExpertWeights(**fields, format=config.weight_format.name, layout=layout)
+        shared = ExpertMatrices(**_random_shared(key, config=config, mesh=mesh))
+    return ExpertWeights(ExpertMatrices(**fields), shared, config.weight_format.name, layout)
 
 
 @partial(jax.jit, static_argnames=("config", "layout", "has_biases", "mesh", "axis"))
@@ -90,7 +91,7 @@ def _random_shared(
     form = WEIGHT_FORMATS[config.shared_format or ""]
     keys = jax.random.split(key, config.logical_experts + 1)[:1]
     one = _random(keys, config.shared_size, config.hidden_size, form, INTERLEAVE_8)
-    fields = {SHARED_NAMES[name]: array[0] for name, array in one.items()}
+    fields = {name: array[0] for name, array in one.items()}
     if mesh is None:
         return fields
     everywhere = NamedSharding(mesh, PartitionSpec())

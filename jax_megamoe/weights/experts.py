@@ -20,6 +20,7 @@ from jax_megamoe.weights.folded_biases import unfold_biases
 from jax_megamoe.weights.packed import PACKED_LAYOUTS, log_rounded
 from jax_megamoe.weights.params import (
     INTERLEAVE_8,
+    ExpertMatrices,
     ExpertWeights,
     check_weights,
     default_layout,
@@ -29,14 +30,6 @@ from jax_megamoe.weights.requantize import quantize_matrix
 
 Matrices = tuple[Array, Array, Array]
 """gate [..., I, H], up [..., I, H], down [..., H, I]."""
-
-SHARED_NAMES = {
-    "w13_weight": "shared_l1_weight",
-    "w13_weight_scale": "shared_l1_weight_scale",
-    "w2_weight": "shared_l2_weight",
-    "w2_weight_scale": "shared_l2_weight_scale",
-}
-"""Field of a shared expert for that of a routed one."""
 
 ROUNDED = "rounded"
 """Beside fields of parameters: how many weights became other numbers in a packed layout."""
@@ -90,9 +83,8 @@ def quantize_experts(
         fields |= _bias_fields(config, biases, experts, layout)
     if experts != config.num_experts:
         fields = {name: array[slots] for name, array in fields.items()}
-    if shared is not None:
-        fields |= _shared_fields(config, shared)
-    weights = ExpertWeights(**fields, format=config.weight_format.name, layout=layout)
+    fused = None if shared is None else _fused(config, shared)
+    weights = ExpertWeights(ExpertMatrices(**fields), fused, config.weight_format.name, layout)
     check_weights(config, weights)
     return weights
 
@@ -151,7 +143,7 @@ def _bias_fields(
     return dict(w13_bias=layouts.split_rows(rows, layout, axis=-1), w2_bias=down)
 
 
-def _shared_fields(config: ExpertSpec, shared: Matrices) -> dict[str, Array]:
+def _fused(config: ExpertSpec, shared: Matrices) -> ExpertMatrices:
     name = config.weight_format.name
     hint = "pass the shared expert to mega_moe as a function instead"
     if config.shared_format is None:
@@ -170,7 +162,7 @@ def _shared_fields(config: ExpertSpec, shared: Matrices) -> dict[str, Array]:
     form = WEIGHT_FORMATS[config.shared_format]
     one = {part: jnp.asarray(array)[None] for part, array in parts.items()}
     fields = _quantize(one, form=form, layout=INTERLEAVE_8)
-    return {SHARED_NAMES[name]: array[0] for name, array in fields.items()}
+    return ExpertMatrices(**{name: array[0] for name, array in fields.items()})
 
 
 @partial(jax.jit, static_argnames=("form", "layout"))
@@ -193,7 +185,7 @@ def expert_fields(w13: Array, w2: Array, form: WeightFormat, layout: str) -> dic
 def matrix_fields(
     name: str, w: Float[Array, "n k"], form: WeightFormat, layout: str
 ) -> dict[str, Array]:
-    """One matrix quantised into kernel layout: the `ExpertWeights` fields that start with `name`;
+    """One matrix quantised into kernel layout: the `ExpertMatrices` fields that start with `name`;
     in a packed layout with `ROUNDED`, int32, how many quantised weights the kernel has otherwise.
 
     Args:
@@ -229,7 +221,7 @@ def stored_matrix(
     """Decoded values of a stored matrix, rows in stored order, factors of whole experts left out.
 
     Args:
-        weight: [..., N, K / v], or with the rows in tiles, of `ExpertWeights`.
+        weight: [..., N, K / v], or with the rows in tiles, of `ExpertMatrices`.
         scale: the block scales that belong to it.
         form: its format.
         w13: whether rows are gate and up.
@@ -277,16 +269,11 @@ def dequantize_experts(config: ExpertSpec, weights: ExpertWeights) -> Matrices:
     if weights.layout in GROUPED_LAYOUTS:
         weights = from_grouped(weights)
     weights = unfold_biases(weights)
-    form, layout = config.weight_format, weights.layout
-    w13 = stored_matrix(
-        weights.w13_weight, weights.w13_weight_scale, form, w13=True, layout=layout
-    ).astype(jnp.float32)
-    w2 = stored_matrix(
-        weights.w2_weight, weights.w2_weight_scale, form, w13=False, layout=layout
-    ).astype(jnp.float32)
-    if weights.w13_weight_scale_2 is not None:
-        w13 = w13 * weights.w13_weight_scale_2[:, None, None]
-        w2 = w2 * weights.w2_weight_scale_2[:, None, None]
+    routed, layout = weights.routed, weights.layout
+    w13, w2 = _decoded(routed, config.weight_format, layout)
+    if routed.w13_weight_scale_2 is not None:
+        w13 = w13 * routed.w13_weight_scale_2[:, None, None]
+        w2 = w2 * routed.w2_weight_scale_2[:, None, None]
     return *_halves(w13, layout), w2
 
 
@@ -294,14 +281,14 @@ def dequantize_biases(weights: ExpertWeights) -> dict[str, Array]:
     """gate_bias [E, I], up_bias [E, I] and down_bias [E, H] in float32, folded ones bit for bit;
     empty without biases."""
     weights = unfold_biases(weights)
-    if weights.w13_bias is None:
+    routed, layout = weights.routed, weights.layout
+    if routed.w13_bias is None:
         return {}
-    layout = weights.layout
     if layout in GROUPED_LAYOUTS:
-        gate, up = jnp.split(weights.w13_bias, 2, axis=-1)
+        gate, up = jnp.split(routed.w13_bias, 2, axis=-1)
     else:
-        gate, up = _halves(layouts.join_rows(weights.w13_bias, layout, axis=-1), layout, axis=-1)
-    return dict(gate_bias=gate, up_bias=up, down_bias=weights.w2_bias)
+        gate, up = _halves(layouts.join_rows(routed.w13_bias, layout, axis=-1), layout, axis=-1)
+    return dict(gate_bias=gate, up_bias=up, down_bias=routed.w2_bias)
 
 
 def dequantize_shared(config: ExpertSpec, weights: ExpertWeights) -> Matrices:
@@ -313,15 +300,17 @@ def dequantize_shared(config: ExpertSpec, weights: ExpertWeights) -> Matrices:
     shared = weights.shared
     if shared is None or config.shared_format is None:
         raise ValueError(_checks.message("weights", "a fused shared expert", "none"))
-    form = WEIGHT_FORMATS[config.shared_format]
-    l1 = stored_matrix(
-        shared.l1_weight, shared.l1_weight_scale, form, w13=True, layout=INTERLEAVE_8
+    w13, w2 = _decoded(shared, WEIGHT_FORMATS[config.shared_format], INTERLEAVE_8)
+    return *_halves(w13, INTERLEAVE_8), w2
+
+
+def _decoded(matrices: ExpertMatrices, form: WeightFormat, layout: str) -> tuple[Array, Array]:
+    """w13 and w2 in float32, rows in stored order, factors of whole experts left out."""
+    w13 = stored_matrix(
+        matrices.w13_weight, matrices.w13_weight_scale, form, w13=True, layout=layout
     )
-    l2 = stored_matrix(
-        shared.l2_weight, shared.l2_weight_scale, form, w13=False, layout=INTERLEAVE_8
-    )
-    gate, up = _halves(l1.astype(jnp.float32), INTERLEAVE_8)
-    return gate, up, l2.astype(jnp.float32)
+    w2 = stored_matrix(matrices.w2_weight, matrices.w2_weight_scale, form, w13=False, layout=layout)
+    return w13.astype(jnp.float32), w2.astype(jnp.float32)
 
 
 def _halves(w13: Array, layout: str, axis: int = -2) -> tuple[Array, Array]:

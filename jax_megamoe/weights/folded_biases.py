@@ -20,7 +20,6 @@ to 32 times the bias: `xla` decodes them to bfloat16, whose range they leave fro
 and from 2^123 on in MXFP8.
 """
 
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -164,28 +163,26 @@ def fold_biases(config: ExpertSpec, weights: ExpertWeights) -> ExpertWeights:
     """
     check_weights(config, weights)
     column = _column(config, weights)
-    arrays = dict(weight=weights.w13_weight, bias=weights.w13_bias)
-    if weights.w13_weight_scale is not None:
-        arrays["scale"] = weights.w13_weight_scale
+    arrays = _first(weights) | dict(bias=weights.routed.w13_bias)
     folded, is_bfloat16, is_free = _folded(arrays, form=weights.format, column=column)
     if not isinstance(is_free, Tracer):
         if not bool(is_free):
             expected = f"zeros in the last {COLUMNS[weights.format]} columns"
             hint = "make the config with a larger hidden_size than the model's"
-            raise ValueError(_checks.message("weights.w13_weight", expected, "others", hint))
+            raise ValueError(_checks.message("weights.routed.w13_weight", expected, "others", hint))
         if not bool(is_bfloat16):
             expected = "finite bfloat16 values, which a group of columns holds exactly"
             hint = "round them, or leave the biases as they are: xla runs them"
-            raise ValueError(_checks.message("weights.w13_bias", expected, "others", hint))
-    fields = dict(w13_weight=folded["weight"], w13_bias=None)
-    return replace(weights, **fields, w13_weight_scale=folded.get("scale"))
+            raise ValueError(_checks.message("weights.routed.w13_bias", expected, "others", hint))
+    return _with_first(weights, folded)
 
 
 def with_free_columns(weights: ExpertWeights) -> ExpertWeights:
     """Parameters with zeros in the columns that `fold_biases` uses: drawn ones have none."""
     places = slice(-(COLUMNS[weights.format] // (2 if weights.format == "mxfp4" else 1)), None)
-    zero = jnp.zeros((), weights.w13_weight.dtype)
-    return replace(weights, w13_weight=weights.w13_weight.at[..., places].set(zero))
+    weight = weights.routed.w13_weight
+    freed = weight.at[..., places].set(jnp.zeros((), weight.dtype))
+    return weights.with_routed(w13_weight=freed)
 
 
 def folded_as(like: ExpertWeights, config: ExpertSpec, weights: ExpertWeights) -> ExpertWeights:
@@ -200,18 +197,29 @@ def unfold_biases(weights: ExpertWeights) -> ExpertWeights:
     """
     if not weights.folds_biases:
         return weights
-    arrays = dict(weight=weights.w13_weight)
-    if weights.w13_weight_scale is not None:
-        arrays["scale"] = weights.w13_weight_scale
-    plain = _unfolded(arrays, form=weights.format, column=_last(weights))
-    fields = dict(w13_weight=plain["weight"], w13_bias=plain["bias"])
-    return replace(weights, **fields, w13_weight_scale=plain.get("scale"))
+    plain = _unfolded(_first(weights), form=weights.format, column=_last(weights))
+    return _with_first(weights, plain)
+
+
+def _first(weights: ExpertWeights) -> dict[str, Array]:
+    """w13's weight, and its scale where it has one."""
+    arrays = dict(weight=weights.routed.w13_weight, scale=weights.routed.w13_weight_scale)
+    return {name: array for name, array in arrays.items() if array is not None}
+
+
+def _with_first(weights: ExpertWeights, arrays: dict[str, Array]) -> ExpertWeights:
+    """Parameters with this weight, scale and bias of w13; None for those that are not given."""
+    return weights.with_routed(
+        w13_weight=arrays["weight"],
+        w13_weight_scale=arrays.get("scale"),
+        w13_bias=arrays.get("bias"),
+    )
 
 
 def _last(weights: ExpertWeights) -> int:
     """The first of the last columns."""
     values = 2 if weights.format == "mxfp4" else 1
-    return values * weights.w13_weight.shape[-1] - COLUMNS[weights.format]
+    return values * weights.routed.w13_weight.shape[-1] - COLUMNS[weights.format]
 
 
 def _column(config: ExpertSpec, weights: ExpertWeights) -> int:
@@ -221,9 +229,9 @@ def _column(config: ExpertSpec, weights: ExpertWeights) -> int:
     if weights.layout in GROUPED_LAYOUTS:
         expected = "the layout of a fused kernel: the grouped products add biases"
         raise ValueError(_checks.message("weights.layout", expected, repr(weights.layout)))
-    if weights.w13_bias is None:
+    if weights.routed.w13_bias is None:
         got = "folded ones" if weights.folds_biases else "none"
-        raise ValueError(_checks.message("weights.w13_bias", "biases", got))
+        raise ValueError(_checks.message("weights.routed.w13_bias", "biases", got))
     if weights.shared is not None:
         expected = "none beside folded biases, whose constant it would multiply"
         hint = "pass it to mega_moe as a function"

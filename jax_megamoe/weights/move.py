@@ -7,7 +7,7 @@ move, and sends no more than the busiest pair of ranks at each distance has to.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -101,23 +101,21 @@ def move_experts(
             mesh without the axis, or experts that do not divide by it.
     """
     check_weights(config, weights)
-    routed = place(config, mesh, axis).routed
-    devices = len(weights.w13_weight.sharding.device_set)
-    if routed is None and devices > 1:
+    sharding = place(config, mesh, axis).routed
+    devices = len(weights.routed.w13_weight.sharding.device_set)
+    if sharding is None and devices > 1:
         expected = f"those of the weights, which are on {devices} devices"
         raise ValueError(_checks.message("mesh and axis", expected, None))
     names = axis_names(axis)
     sizes = [mesh.shape[name] for name in names] if mesh is not None else []
     moves = plan_moves(old, new, math.prod(sizes))
     moved: dict[str, Array] = {}
-    for name, array in weights.arrays().items():
-        if name.startswith("shared_"):  # every rank holds all of it
-            continue
-        if routed is None:
+    for name, array in weights.routed.arrays().items():  # every rank holds all of a shared one
+        if sharding is None:
             moved[name] = _moved(array, moves)
         else:
-            moved[name] = _moved(jax.device_put(array, routed), moves, mesh=mesh, axis=axis)
-    return replace(weights, **moved)
+            moved[name] = _moved(jax.device_put(array, sharding), moves, mesh=mesh, axis=axis)
+    return weights.with_routed(**moved)
 
 
 # One field at a time, donated: the peak is the parameters and one field, not twice the parameters.

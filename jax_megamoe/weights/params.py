@@ -1,10 +1,10 @@
 """The parameters of a layer in kernel layout: `ExpertWeights`, its shapes and its checks."""
 
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,24 +27,15 @@ from jax_megamoe.weights.packed import PACKED_LAYOUTS
 W13_ROWS = MappingProxyType({"w13_weight": -2, "w13_weight_scale": -1, "w13_bias": -1})
 """The axis of w13's rows in each field that has one, before `split_rows`."""
 
-_META_FIELDS = ("format", "layout")
 
-
-class SharedWeights(NamedTuple):
-    """A fused shared expert, laid out as one routed expert of intermediate size S."""
-
-    l1_weight: jax.Array
-    l1_weight_scale: jax.Array | None
-    l2_weight: jax.Array
-    l2_weight_scale: jax.Array | None
-
-
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class ExpertWeights:
-    """The expert parameters of one layer, in kernel layout; a pytree with static format and layout.
+class ExpertMatrices:
+    """Two matrices with what belongs to them, of all routed experts or of the shared one; a pytree.
 
-    E experts (of all ranks, or this rank's inside `shard_map`), H hidden, I intermediate, S shared
-    intermediate size, v values per stored element (2 for FP4), g values per block scale. In
+    E experts (of all ranks, or this rank's inside `shard_map`), H hidden, I intermediate, v values
+    per stored element (2 for FP4), g values per block scale. A shared expert has no E, its own
+    intermediate size S for I, the first four fields alone, and always interleaved rows. In
     ``"sgl_fp4"`` w13's rows lie in tiles of 32: [2I / 32, 32] in place of 2I in the shapes of
     w13_weight, w13_weight_scale and w13_bias. So every layout of a format has shapes of its own,
     and arrays that were moved from a layer of another layout are noticed (`layout_of`).
@@ -66,13 +57,6 @@ class ExpertWeights:
         w13_bias: float32 [E, 2I], rows ordered as w13_weight's; None for none, or beside a w2_bias
             where the last columns of w13_weight hold them (`jax_megamoe.fold_biases`).
         w2_bias: float32 [E, H]; None for none.
-        shared_l1_weight, shared_l1_weight_scale, shared_l2_weight, shared_l2_weight_scale: a fused
-            shared expert, [2S, H] and [H, S] with their scales; None for none.
-        format: name of the weight format.
-        layout: row order of w13 and how scales are stored, ``"interleave8"``, ``"sgl_fp4"``,
-            ``"flashinfer_mxfp4"`` or ``"flashinfer_nvfp4"``; or ``"humming_bf16"`` or
-            ``"humming_fp8"``, layouts of the implementation ``grouped`` with shapes of their own
-            (`jax_megamoe.to_layout`).
     """
 
     w13_weight: Any
@@ -84,42 +68,70 @@ class ExpertWeights:
     w2_input_scale: Any = None
     w13_bias: Any = None
     w2_bias: Any = None
-    shared_l1_weight: Any = None
-    shared_l1_weight_scale: Any = None
-    shared_l2_weight: Any = None
-    shared_l2_weight_scale: Any = None
+
+    def arrays(self) -> dict[str, Any]:
+        """The fields that hold an array, by name."""
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: array for name, array in named.items() if array is not None}
+
+
+MATRIX_FIELDS = tuple(field.name for field in fields(ExpertMatrices))
+"""Names of the fields of `ExpertMatrices`."""
+
+PARTS = ("routed", "shared")
+"""The parts of `ExpertWeights`."""
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The expert parameters of one layer, in kernel layout; a pytree with static format and layout.
+
+    Attributes:
+        routed: the routed experts.
+        shared: a fused shared expert; None for none.
+        format: name of the weight format, the routed experts'.
+        layout: row order of the routed w13 and how scales are stored, ``"interleave8"``,
+            ``"sgl_fp4"``, ``"flashinfer_mxfp4"`` or ``"flashinfer_nvfp4"``; or ``"humming_bf16"``
+            or ``"humming_fp8"``, layouts of the implementation ``grouped`` with shapes of their own
+            (`jax_megamoe.to_layout`).
+    """
+
+    routed: ExpertMatrices
+    shared: ExpertMatrices | None = None
     format: str = ""
     layout: str = INTERLEAVE_8
 
     @property
-    def shared(self) -> SharedWeights | None:
-        """The fused shared expert, if there is one."""
-        if self.shared_l1_weight is None:
-            return None
-        return SharedWeights(
-            self.shared_l1_weight,
-            self.shared_l1_weight_scale,
-            self.shared_l2_weight,
-            self.shared_l2_weight_scale,
-        )
-
-    @property
     def folds_biases(self) -> bool:
         """Whether the last columns of w13_weight hold the biases of the first matmul."""
-        return self.w13_bias is None and self.w2_bias is not None
+        return self.routed.w13_bias is None and self.routed.w2_bias is not None
 
-    def arrays(self) -> dict[str, jax.Array]:
-        """The fields that hold an array, by name."""
-        named = {name: getattr(self, name) for name in ARRAY_FIELDS}
-        return {name: array for name, array in named.items() if array is not None}
+    @property
+    def parts(self) -> dict[str, ExpertMatrices]:
+        """The parts that there are, by name."""
+        named = {name: getattr(self, name) for name in PARTS}
+        return {name: part for name, part in named.items() if part is not None}
+
+    def arrays(self) -> dict[str, Any]:
+        """The arrays that there are, by path: ``"routed.w13_weight"``, ``"shared.w2_weight"``."""
+        return {
+            f"{part}.{name}": array
+            for part, matrices in self.parts.items()
+            for name, array in matrices.arrays().items()
+        }
+
+    def with_routed(self, **arrays: Any) -> "ExpertWeights":
+        """The same parameters but for these fields of the routed experts."""
+        return replace(self, routed=replace(self.routed, **arrays))
 
     def partition_specs(self, axis: str | tuple[str, ...]) -> "ExpertWeights":
         """The same tree with a PartitionSpec for each array: experts split, shared replicated."""
-        specs = {
-            name: PartitionSpec() if name.startswith("shared_") else PartitionSpec(axis)
-            for name in self.arrays()
-        }
-        return replace(self, **specs)
+
+        def with_spec(matrices: ExpertMatrices, spec: PartitionSpec) -> ExpertMatrices:
+            return replace(matrices, **dict.fromkeys(matrices.arrays(), spec))
+
+        shared = None if self.shared is None else with_spec(self.shared, PartitionSpec())
+        return replace(self, routed=with_spec(self.routed, PartitionSpec(axis)), shared=shared)
 
     @property
     def num_bytes(self) -> int:
@@ -127,11 +139,8 @@ class ExpertWeights:
         return sum(array.size * array.dtype.itemsize for array in self.arrays().values())
 
 
-ARRAY_FIELDS = tuple(f.name for f in fields(ExpertWeights) if f.name not in _META_FIELDS)
-"""Names of the array fields of `ExpertWeights`."""
-
 jax.tree_util.register_dataclass(
-    ExpertWeights, data_fields=list(ARRAY_FIELDS), meta_fields=list(_META_FIELDS)
+    ExpertWeights, data_fields=list(PARTS), meta_fields=["format", "layout"]
 )
 
 
@@ -157,19 +166,20 @@ def known_layouts(config: ExpertSpec) -> tuple[str, ...]:
     return layouts + tuple(name for name, forms in GROUPED_LAYOUTS.items() if form in forms)
 
 
-def layout_of(config: ExpertSpec, arrays: Mapping[str, Any]) -> str:
+def layout_of(config: ExpertSpec, routed: ExpertMatrices) -> str:
     """The layout of a layer's arrays, by their shapes and dtypes: each layout has its own.
 
     Args:
         config: the layer.
-        arrays: by field, all experts or one rank's.
+        routed: all experts or one rank's.
 
     Raises:
         ValueError: shapes of none of the config's layouts.
     """
+    arrays = routed.arrays()
     names = [name for name in ("w13_weight", "w13_weight_scale", "w2_weight") if name in arrays]
     for layout in known_layouts(config):
-        wanted = parameter_shapes(config, layout=layout)
+        wanted = parameter_shapes(config, layout=layout).routed.arrays()
         fits = (
             name in wanted
             and tuple(arrays[name].shape[1:]) == wanted[name].shape[1:]
@@ -207,14 +217,16 @@ def parameter_shapes(
     num_experts: int | None = None,
     layout: str | None = None,
     *,
+    has_biases: bool = False,
     by_row: bool = False,
-) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shape and dtype of every parameter the config's layer may hold, by field name.
+) -> ExpertWeights:
+    """The parameters of the config's layer as shapes and dtypes (`jax.ShapeDtypeStruct`).
 
     Args:
         config: the layer.
         num_experts: leading size of the routed parameters; None: all physical experts.
         layout: of the routed matrices; None: the config's default.
+        has_biases: with biases.
         by_row: whether MXFP4 in ``"humming_fp8"`` has second scales of rows.
     """
     experts = config.num_experts if num_experts is None else num_experts
@@ -222,7 +234,7 @@ def parameter_shapes(
     recipe, spec = config.recipe, config.weight_format.weight
     layout = default_layout(config) if layout is None else layout
     packed = PACKED_LAYOUTS.get(layout)
-    shapes: dict[str, jax.ShapeDtypeStruct] = {}
+    shapes: dict[str, Any] = {}
     for name, rows, columns in (("w13_weight", 2 * inter, hidden), ("w2_weight", hidden, inter)):
         if packed is None:
             shapes |= _matrix(name, spec, (experts,), rows, columns)
@@ -238,22 +250,23 @@ def parameter_shapes(
             shapes[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     if recipe.activations.has_global_scale:
         shapes["w2_input_scale"] = jax.ShapeDtypeStruct((experts,), jnp.float32)
-    shapes["w13_bias"] = jax.ShapeDtypeStruct((experts, 2 * inter), jnp.float32)
+    if has_biases:
+        shapes["w13_bias"] = jax.ShapeDtypeStruct((experts, 2 * inter), jnp.float32)
+        shapes["w2_bias"] = jax.ShapeDtypeStruct((experts, hidden), jnp.float32)
     for name, axis in W13_ROWS.items():
         if name in shapes:
             rows = shapes[name]
             shapes[name] = jax.eval_shape(partial(split_rows, layout=layout, axis=axis), rows)
-    shapes["w2_bias"] = jax.ShapeDtypeStruct((experts, hidden), jnp.float32)
+    shared = None
     if config.num_shared_experts and config.shared_format:
         spec = WEIGHT_FORMATS[config.shared_format].weight
-        shapes |= _matrix("shared_l1_weight", spec, (), 2 * config.shared_size, hidden)
-        shapes |= _matrix("shared_l2_weight", spec, (), hidden, config.shared_size)
-    return shapes
+        first = _matrix("w13_weight", spec, (), 2 * config.shared_size, hidden)
+        second = _matrix("w2_weight", spec, (), hidden, config.shared_size)
+        shared = ExpertMatrices(**first, **second)
+    return ExpertWeights(ExpertMatrices(**shapes), shared, config.weight_format.name, layout)
 
 
-def _matrix(
-    name: str, spec: WeightSpec, lead: tuple[int, ...], n: int, k: int
-) -> dict[str, jax.ShapeDtypeStruct]:
+def _matrix(name: str, spec: WeightSpec, lead: tuple[int, ...], n: int, k: int) -> dict[str, Any]:
     stored = (*lead, n, k // spec.values_per_element)
     shapes = {name: jax.ShapeDtypeStruct(stored, jnp.dtype(spec.storage))}
     if spec.packs_scales:
@@ -292,42 +305,52 @@ def check_weights(
             )
         )
     _checks.one_of("weights.layout", weights.layout, known_layouts(config))
-    by_row = getattr(weights.w13_weight_scale_2, "ndim", 1) == 2
-    expected_shapes = parameter_shapes(config, num_experts, weights.layout, by_row=by_row)
-    arrays = weights.arrays()
+    for part, matrices in weights.parts.items():
+        if not isinstance(matrices, ExpertMatrices):
+            raise TypeError(
+                _checks.message(f"weights.{part}", "an ExpertMatrices", type(matrices).__name__)
+            )
+    by_row = getattr(weights.routed.w13_weight_scale_2, "ndim", 1) == 2
+    wanted = parameter_shapes(config, num_experts, weights.layout, has_biases=True, by_row=by_row)
+    optional = {"w13_bias", "w2_bias"}
     if weights.folds_biases and folding.unfoldable(config) is None:
-        _check_folded(config, weights)
-        expected_shapes.pop("w13_bias")
-    _check_presence(arrays, expected_shapes)
-    for name, array in arrays.items():
-        wanted = expected_shapes[name].shape
-        in_order = name not in W13_ROWS or getattr(array, "ndim", 0) == len(wanted)
+        _check_folded(weights)
+        optional.remove("w2_bias")
+    elif optional & weights.routed.arrays().keys():
+        optional.clear()
+    _check_fields("routed", weights.routed, wanted.routed, optional)
+    if weights.shared is not None:
+        if wanted.shared is None:
+            expected = "None: config.num_shared_experts is 0 or the format fuses no shared expert"
+            raise ValueError(_checks.message("weights.shared", expected, "an ExpertMatrices"))
+        _check_fields("shared", weights.shared, wanted.shared)
+    expected_shapes = wanted.arrays()
+    tiled = {f"routed.{name}" for name in W13_ROWS}
+    for name, array in weights.arrays().items():
+        shape = expected_shapes[name].shape
+        in_order = name not in tiled or getattr(array, "ndim", 0) == len(shape)
         hint = "" if in_order else f"the arrays are not in the layout {weights.layout}"
-        _checks.shape(f"weights.{name}", array, wanted, hint)
+        _checks.shape(f"weights.{name}", array, shape, hint)
         _checks.dtype(f"weights.{name}", array, [str(expected_shapes[name].dtype)])
 
 
-def _check_folded(config: ExpertSpec, weights: ExpertWeights) -> None:
+def _check_folded(weights: ExpertWeights) -> None:
     if weights.layout in GROUPED_LAYOUTS:
         hint = "the grouped products add biases: unfold_biases gives them back"
-        raise ValueError(_checks.message("weights.w13_bias", "an array", None, hint))
+        raise ValueError(_checks.message("weights.routed.w13_bias", "an array", None, hint))
     if weights.shared is not None:
         expected = "none beside folded biases, whose constant it would multiply"
         raise ValueError(_checks.message("weights.shared", expected, "a fused shared expert"))
 
 
-def _check_presence(arrays: dict[str, Any], expected: dict[str, jax.ShapeDtypeStruct]) -> None:
-    for name in arrays:
-        if name not in expected:
-            reason = "None: this config has no such parameter"
-            if name.startswith("shared_"):
-                reason = "None: config.num_shared_experts is 0 or the format fuses no shared expert"
-            raise ValueError(_checks.message(f"weights.{name}", reason, "an array"))
-    has_shared = any(name.startswith("shared_") for name in arrays)
-    has_bias = any(name.endswith("_bias") for name in arrays)
-    for name in expected:
-        optional = (name.endswith("_bias") and not has_bias) or (
-            name.startswith("shared_") and not has_shared
-        )
-        if name not in arrays and not optional:
-            raise ValueError(_checks.message(f"weights.{name}", "an array", None))
+def _check_fields(
+    part: str, matrices: ExpertMatrices, wanted: ExpertMatrices, optional: Collection[str] = ()
+) -> None:
+    """Raises ValueError for a field that is superfluous, or missing and not optional."""
+    given, known = matrices.arrays(), wanted.arrays()
+    for name in given.keys() - known.keys():
+        expected = "None: this config has no such parameter"
+        raise ValueError(_checks.message(f"weights.{part}.{name}", expected, "an array"))
+    for name in known:
+        if name not in given and name not in optional:
+            raise ValueError(_checks.message(f"weights.{part}.{name}", "an array", None))

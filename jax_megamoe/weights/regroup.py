@@ -138,7 +138,7 @@ def fuses_exactly(weights: ExpertWeights) -> bool:
 
         return lax.map(one, arrays).all()
 
-    return bool(exact(_matrices(weights.arrays())))
+    return bool(exact(_matrices(weights.routed.arrays())))
 
 
 def _matrices(arrays: dict[str, Any]) -> dict[str, Any]:
@@ -181,18 +181,18 @@ def to_grouped(weights: ExpertWeights, layout: str, *, by_row: bool | None = Non
     _check(form, layout)
     fused = getattr(grouped.packing(form, layout), "fused", False)
     if fused and by_row is None:
-        traced = isinstance(weights.w13_weight, Tracer)
+        traced = isinstance(weights.routed.w13_weight, Tracer)
         by_row = traced or not fuses_exactly(weights)
     arrays = _arranged(
         _moved(weights), form=form, old=weights.layout, new=layout, by_row=bool(by_row)
     )
-    return replace(weights, **arrays, layout=layout)
+    return replace(weights.with_routed(**arrays), layout=layout)
 
 
 def _moved(weights: ExpertWeights) -> dict[str, Array]:
-    arrays = _matrices(weights.arrays())
-    if weights.w13_bias is not None:
-        arrays["w13_bias"] = weights.w13_bias
+    arrays = _matrices(weights.routed.arrays())
+    if weights.routed.w13_bias is not None:
+        arrays["w13_bias"] = weights.routed.w13_bias
     return arrays
 
 
@@ -228,14 +228,14 @@ def from_grouped(weights: ExpertWeights, layout: str = INTERLEAVE_8) -> ExpertWe
         ValueError: an unknown layout.
     """
     form = WEIGHT_FORMATS[weights.format]
-    arrays = weights.arrays()
+    arrays = weights.routed.arrays()
     fields = jax.jit(
         lambda stacked: lax.map(
             lambda one: restored_fields(one, form, weights.layout, layout), stacked
         )
     )({name: a for name, a in arrays.items() if name in _relaid_names(form)})
     dropped = {f"{name}_scale_2": None for name in _ROUTED if not form.weight.has_global_scale}
-    return replace(weights, **(dropped | fields), layout=layout)
+    return replace(weights.with_routed(**(dropped | fields)), layout=layout)
 
 
 def _relaid_names(form: WeightFormat) -> set[str]:

@@ -63,9 +63,10 @@ def to_layout(weights: ExpertWeights, layout: str) -> ExpertWeights:
     _checks.one_of(f"layout of {weights.format}", layout, known)
     if layout in PACKED_LAYOUTS or weights.layout in PACKED_LAYOUTS:
         return _repacked(weights, layout)
-    arrays = {name: array for name, array in weights.arrays().items() if name in W13_ROWS}
+    routed = weights.routed
+    arrays = {name: array for name, array in routed.arrays().items() if name in W13_ROWS}
     moved: dict[str, Any] = _moved_rows(arrays, old=weights.layout, new=layout)
-    return replace(weights, **moved, layout=layout)
+    return replace(weights.with_routed(**moved), layout=layout)
 
 
 _LAYOUTS_OF = {
@@ -76,21 +77,21 @@ _LAYOUTS_OF = {
 
 def _repacked(weights: ExpertWeights, layout: str) -> ExpertWeights:
     """`to_layout` from or to a packed layout; a bias moves with its rows."""
-    arrays = weights.arrays()
+    arrays = weights.routed.arrays()
     names = [name for name in arrays if name.startswith(("w13_weight", "w2_weight"))]
-    routed = {name: arrays[name] for name in names}
-    made = counted("to_layout", _repack(routed, old=weights.layout, new=layout))
+    matrices = {name: arrays[name] for name in names}
+    made = counted("to_layout", _repack(matrices, old=weights.layout, new=layout))
     fields: dict[str, Any] = dict.fromkeys(
         ("w13_weight_scale", "w2_weight_scale", "w13_weight_scale_2", "w2_weight_scale_2")
     )
     fields |= dict(made, w2_input_scale=None)
     if weights.format == "nvfp4" and layout not in PACKED_LAYOUTS:
         fields["w2_input_scale"] = jnp.zeros_like(made["w2_weight_scale_2"])
-    if weights.w13_bias is not None:
-        rows = layouts.join_rows(weights.w13_bias, weights.layout, -1)
+    if weights.routed.w13_bias is not None:
+        rows = layouts.join_rows(weights.routed.w13_bias, weights.layout, -1)
         rows = layouts.w13_to_kernel(layouts.w13_from_kernel(rows, weights.layout, -1), layout, -1)
         fields["w13_bias"] = layouts.split_rows(rows, layout, -1)
-    return replace(weights, **fields, layout=layout)
+    return replace(weights.with_routed(**fields), layout=layout)
 
 
 @partial(jax.jit, static_argnames=("old", "new"))

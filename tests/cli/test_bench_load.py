@@ -24,8 +24,8 @@ def test_both_ways_give_the_same_parameters(tmp_path: Path, stored: str, target:
     config = bench_load.load_config(SHAPE, target)
     weights = load_experts(config, path, prefix=bench_load.PREFIX, progress=False)
     fields = bench_load.numpy_load(path, config)
-    assert fields.keys() == weights.arrays().keys()
-    for name, array in weights.arrays().items():
+    assert fields.keys() == weights.routed.arrays().keys()
+    for name, array in weights.routed.arrays().items():
         assert fields[name].dtype == array.dtype and fields[name].shape == array.shape, name
         assert fields[name].tobytes() == np.asarray(array).tobytes(), name
 

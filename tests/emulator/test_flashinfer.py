@@ -120,7 +120,7 @@ def test_one_rank(recipe: str, num_tokens: int, tmp_path: Path) -> None:
         "y": emulated.region(y, "y"),
         "stats": emulated.region(stats, "stats"),
     }
-    for name, array in weights.arrays().items():
+    for name, array in weights.routed.arrays().items():
         addresses[name] = placed(emulated, array, name)
     config = mega.config
     launch = machine.Launch(

@@ -10,7 +10,6 @@ its hidden size.
 """
 
 import argparse
-from dataclasses import replace
 
 import bare_launch
 import jax
@@ -45,8 +44,8 @@ def spread(config: mm.MoEConfig, key: Array) -> mm.ExpertWeights:
 
     names = ("w13_weight_scale", "w2_weight_scale")
     keys = jax.random.split(key, len(names))
-    scales = {n: moved(plain.arrays()[n], k) for n, k in zip(names, keys, strict=True)}
-    return mm.to_layout(replace(plain, **scales), default_layout(config))
+    scales = {n: moved(getattr(plain.routed, n), k) for n, k in zip(names, keys, strict=True)}
+    return mm.to_layout(plain.with_routed(**scales), default_layout(config))
 
 
 def wide_spread(layer: one_rank.Layer) -> None:

@@ -1,7 +1,7 @@
 """The layers, loads and arrays of the checks of expert parallelism, and their comparison."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -170,7 +170,7 @@ def scanned(call: Callable[..., Any]) -> Callable[..., Any]:
 
 def save_weights(folder: Path, cfg: mm.MoEConfig) -> tuple[ExpertWeights, ExpertWeights]:
     """Writes a layer's parameters where `load_weights` finds them; returns what that would."""
-    arrays = {name: np.asarray(a) for name, a in cases.weights(cfg).arrays().items()}
+    arrays = {name: np.asarray(a) for name, a in cases.weights(cfg).routed.arrays().items()}
     stored = {name: a.view(np.uint8) if a.itemsize == 1 else a for name, a in arrays.items()}
     np.savez(folder / "weights.npz", **stored)
     return load_weights(folder, cfg)
@@ -184,7 +184,7 @@ def load_weights(folder: Path, cfg: mm.MoEConfig) -> tuple[ExpertWeights, Expert
     arrays = {name: a.view(fp8) if is_fp8 and a.itemsize == 1 else a for name, a in stored.items()}
     backwards = {name: np.ascontiguousarray(a[::-1]) for name, a in arrays.items()}
     like = jax.eval_shape(partial(random_experts, cfg), jax.random.key(0))
-    return replace(like, **arrays), replace(like, **backwards)
+    return like.with_routed(**arrays), like.with_routed(**backwards)
 
 
 def assert_agree(got: Any, want: Any, how: str, where: str, recipe: str = "fp8_block") -> float:

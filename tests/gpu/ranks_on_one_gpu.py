@@ -123,7 +123,7 @@ class Ranks:
             }
             local = CFG.num_experts // self.num_ranks
             experts = (rank * local, (rank + 1) * local)
-            operands |= {name: _rows(a, *experts) for name, a in params.arrays().items()}
+            operands |= {name: _rows(a, *experts) for name, a in params.routed.arrays().items()}
             width = 2 * CFG.hidden_size
             results = {
                 "y": (y.address + rows[0] * width, share * width),

@@ -277,7 +277,7 @@ def test_the_staging_kernel_chooses_replicas(field: str, emulation: Emulation) -
 def test_sgl_takes_nvfp4_factors_as_pairs_and_one_input_scale(emulation: Emulation) -> None:
     cfg = config("nvfp4", kernel_source="sgl")
     weights = cases.weights(cfg)
-    largest = float(weights.w2_input_scale.max())
+    largest = float(weights.routed.w2_input_scale.max())
     factors = jax.shard_map(
         lambda one: FACTORS["folded"](one, "ep"),
         mesh=cases.ep_mesh(4),
@@ -285,11 +285,11 @@ def test_sgl_takes_nvfp4_factors_as_pairs_and_one_input_scale(emulation: Emulati
         out_specs=P("ep"),
     )(weights)
     np.testing.assert_array_equal(
-        factors["w13_weight_scale_2"], np.stack([weights.w13_weight_scale_2] * 2, axis=1)
+        factors["w13_weight_scale_2"], np.stack([weights.routed.w13_weight_scale_2] * 2, axis=1)
     )
     np.testing.assert_allclose(factors["w2_input_scale"], np.full(16, 1 / largest), rtol=1e-6)
     np.testing.assert_allclose(
-        factors["w2_weight_scale_2"], weights.w2_weight_scale_2 * largest, rtol=1e-6
+        factors["w2_weight_scale_2"], weights.routed.w2_weight_scale_2 * largest, rtol=1e-6
     )
 
 
@@ -297,11 +297,11 @@ def test_vllm_reads_nvfp4s_input_scale_from_an_array(emulation: Emulation) -> No
     """Two layers that differ in it alone are one program."""
     cfg = config("nvfp4", kernel_source="vllm", hidden_size=512, num_shared_experts=1)
     weights, symbol = cases.weights(cfg), "sm100_nvfp4_mega_moe_impl"
-    halved = dataclasses.replace(weights, w2_input_scale=weights.w2_input_scale / 2)
-    unscaled = dataclasses.replace(weights, w2_input_scale=jnp.zeros_like(weights.w2_input_scale))
+    halved = weights.with_routed(w2_input_scale=weights.routed.w2_input_scale / 2)
+    unscaled = weights.with_routed(w2_input_scale=jnp.zeros_like(weights.routed.w2_input_scale))
     apply = jax.jit(partial(mm.mega_moe, config=cfg, mesh=cases.ep_mesh(4), axis="ep"))
     inputs = cases.tokens(cfg, TOKENS)
-    largest = float(weights.w2_input_scale.max())
+    largest = float(weights.routed.w2_input_scale.max())
     for each, want in ((weights, largest), (halved, largest / 2), (unscaled, 1.0)):
         compiled = apply.lower(*inputs, each).compile()
         (spec,) = (spec for spec in emulation.built if spec.symbol == symbol)
@@ -335,9 +335,11 @@ def test_vllms_nvfp4_factors(emulation: Emulation) -> None:
         in_specs=(weights.partition_specs("ep"),),
         out_specs=dict(w2_weight_scale_2=P("ep"), l2_activation_scale=P()),
     )(weights)
-    largest = weights.w2_input_scale.max()
+    largest = weights.routed.w2_input_scale.max()
     np.testing.assert_array_equal(factors["l2_activation_scale"], largest[None])
-    np.testing.assert_array_equal(factors["w2_weight_scale_2"], weights.w2_weight_scale_2 * largest)
+    np.testing.assert_array_equal(
+        factors["w2_weight_scale_2"], weights.routed.w2_weight_scale_2 * largest
+    )
 
 
 # Many calls.

@@ -62,7 +62,7 @@ def test_published_models_on_blackwell(name: str, arch: int, on_device: Any) -> 
     assert (config.hidden_size, config.intermediate_size) == (3072, 3072)
     assert config.recipe.name == "mxfp4" and block.stored_sizes == (2880, 2880)
     assert block.experts.folds_biases
-    assert block.experts.w2_bias.get_value().shape == (config.num_experts, 3072)
+    assert block.experts.routed.w2_bias.get_value().shape == (config.num_experts, 3072)
     assert runnable.check_supported(config, device) == "sgl"
     for num_tokens in (1, 512):
         mega = plan_mega_moe(config, device, num_tokens, 1).steps[-1]
@@ -77,7 +77,7 @@ def test_other_devices_keep_the_biases(on_device: Any) -> None:
         prepare()
         block = mm.MegaMoEBlock.from_config(config, max_num_tokens=512)
         assert block.config.hidden_size == 2944
-        assert block.experts.w13_bias is not None
+        assert block.experts.routed.w13_bias is not None
 
 
 def test_a_block_loads_into_folded_ones_and_is_reloaded(on_device: Any) -> None:
@@ -100,5 +100,5 @@ def test_a_block_loads_into_folded_ones_and_is_reloaded(on_device: Any) -> None:
     )
     after = block.experts.weights.arrays()
     for name, array in before.items():
-        want = 2 * array if name == "w2_bias" else array
+        want = 2 * array if name == "routed.w2_bias" else array
         np.testing.assert_array_equal(np.asarray(after[name]), want, err_msg=name)

@@ -210,7 +210,9 @@ def test_stacks_in_the_order_of_the_family(tmp_path: Path) -> None:
     block.load(tensors, 1)
     files.assert_same(block.experts.weights, want.experts.weights)
     block.load(tensors, 1, gate_up_order="alternating")
-    assert not np.array_equal(block.experts.w13_weight[...], want.experts.w13_weight[...])
+    assert not np.array_equal(
+        block.experts.routed.w13_weight[...], want.experts.routed.w13_weight[...]
+    )
     router = mm.Router(num_experts=16, top_k=4, renormalize=True)
     apart = mm.MegaMoEBlock(want.config, router, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"gate_up_order of .*: expected 'halves'"):

@@ -90,7 +90,7 @@ def test_over_a_mesh(name: str) -> None:
     for block in (single, spread):
         block.load(tensors_of(name), BY_NAME[name].layer_index)
     assert_alike(single, spread)
-    assert len(spread.experts.w2_weight.sharding.device_set) == 8
+    assert len(spread.experts.routed.w2_weight.sharding.device_set) == 8
     for param in (spread.router.weight, spread.shared_expert.gate_proj):
         assert param.sharding.is_fully_replicated and len(param.sharding.device_set) == 8
 

@@ -51,7 +51,7 @@ def test_block_of_a_published_model(name: str) -> None:
     else:
         assert block.shared_expert is None
         assert config.shared_size == facts["shared"]
-    assert (block.experts.w13_bias is not None) == (hf_config["model_type"] == "gpt_oss")
+    assert (block.experts.routed.w13_bias is not None) == (hf_config["model_type"] == "gpt_oss")
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nnx.state(block)))
 
 

@@ -1,5 +1,6 @@
 """layer.py: `MegaMoE` as an nnx module."""
 
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_megamoe as mm
-from jax_megamoe.weights.params import ARRAY_FIELDS, parameter_shapes
+from jax_megamoe.weights.params import parameter_shapes
 
 TOKENS = 32
 KINDS = pytest.mark.parametrize(
@@ -66,14 +67,14 @@ def test_parameters_are_params_sharded_over_the_axis(kind: AxisType) -> None:
     moe = layer(cfg, 4, kind)
     assert not nnx.to_flat_state(nnx.state(moe, nnx.Param))
     params = nnx.state(moe, mm.ExpertVariable)
-    held = {path[-1]: leaf for path, leaf in nnx.to_flat_state(params)}
-    shapes = parameter_shapes(cfg)
-    assert set(held) == {name for name in shapes if not name.endswith("_bias")}
+    held = {".".join(path): leaf for path, leaf in nnx.to_flat_state(params)}
+    shapes = parameter_shapes(cfg).arrays()
+    assert set(held) == set(shapes) and "shared.w2_weight" in held
     for name, param in held.items():
         array = param[...]
-        assert isinstance(getattr(moe, name), mm.ExpertVariable)
+        assert isinstance(operator.attrgetter(name)(moe), mm.ExpertVariable)
         assert (array.shape, array.dtype) == (shapes[name].shape, shapes[name].dtype)
-        spec = P() if name.startswith("shared_") else P("ep")
+        spec = P() if name.startswith("shared.") else P("ep")
         wanted = NamedSharding(moe.mesh, spec)
         assert array.sharding.is_equivalent_to(wanted, array.ndim), f"{name}: {array.sharding}"
     assert moe.weights.num_bytes == cases.weights(cfg).num_bytes
@@ -121,8 +122,8 @@ def test_orbax_saves_and_restores_onto_a_mesh(form: str, tmp_path: Path) -> None
     nnx.replace_by_pure_dict(state, loaded)
     nnx.update(again, state)
     for name, array in again.weights.arrays().items():
-        np.testing.assert_array_equal(array, getattr(moe.weights, name), name)
-        spec = P() if name.startswith("shared_") else P("ep")
+        np.testing.assert_array_equal(array, moe.weights.arrays()[name], name)
+        spec = P() if name.startswith("shared.") else P("ep")
         assert array.sharding.is_equivalent_to(NamedSharding(mesh, spec), array.ndim), name
     np.testing.assert_array_equal(host(again(*cases.tokens(cfg, TOKENS))), expected(cfg))
 
@@ -140,9 +141,9 @@ def test_abstract_construction_makes_no_arrays(form: str) -> None:
     )
     mesh = cases.ep_mesh(8)
     abstract = nnx.eval_shape(lambda: mm.MegaMoE(cfg, rngs=nnx.Rngs(0), mesh=mesh, axis="ep"))
-    shapes = parameter_shapes(cfg)
-    held = {n: getattr(abstract, n) for n in ARRAY_FIELDS if getattr(abstract, n) is not None}
-    assert set(held) == {name for name in shapes if not name.endswith("_bias")}
+    shapes = parameter_shapes(cfg).routed.arrays()
+    held = abstract.routed.matrices(lambda variable: variable).arrays()
+    assert set(held) == set(shapes) and abstract.shared is None
     for name, param in held.items():
         leaf = param.get_value()
         assert isinstance(leaf, jax.ShapeDtypeStruct), name
@@ -160,8 +161,10 @@ def test_rngs_draw_parameters_of_unit_gain() -> None:
     assert moe.weights.shared is not None
     same = mm.MegaMoE(cfg, rngs=nnx.Rngs(0)).weights
     other = mm.MegaMoE(cfg, rngs=nnx.Rngs(1)).weights
-    np.testing.assert_array_equal(same.w2_weight, moe.weights.w2_weight)
-    assert (np.asarray(other.w2_weight) != np.asarray(moe.weights.w2_weight)).mean() > 0.9
+    np.testing.assert_array_equal(same.routed.w2_weight, moe.weights.routed.w2_weight)
+    assert (
+        np.asarray(other.routed.w2_weight) != np.asarray(moe.weights.routed.w2_weight)
+    ).mean() > 0.9
 
 
 def test_replicas_of_drawn_parameters_are_alike() -> None:

@@ -53,7 +53,7 @@ def test_replaced_parameters_that_do_not_fit_change_nothing() -> None:
     before = moe.weights
     biased = cases.weights(CONFIG, biased=True)
     with pytest.raises(
-        ValueError, match=r"^weights.w13_bias: expected None: the layer has none, got"
+        ValueError, match=r"^weights.routed.w13_bias: expected None: the layer has none, got"
     ):
         moe.replace(biased)
     wrong = mm.replica_map(np.arange(32) % 12, 12)

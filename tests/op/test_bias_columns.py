@@ -1,7 +1,6 @@
 """bias_columns.py: a layer with folded biases against the same layer with biases of their own."""
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import cases
@@ -43,7 +42,7 @@ def test_equals_the_layer_with_biases(form: str) -> None:
     cfg, weights, folded = layer(form)
     args = inputs(cfg)
     want = mm.mega_moe(*args, weights, config=cfg, implementation="xla")
-    plain = replace(folded, w2_bias=None)
+    plain = folded.with_routed(w2_bias=None)
     without = mm.mega_moe(*args, plain, config=cfg, implementation="xla")
     assert cases.relative_error(host(without), host(want)) > 0.3
     limit = tolerances.AGREEMENT[form].norm + tolerances.SECOND_BIASES
@@ -63,7 +62,7 @@ def test_the_first_biases_are_exact(form: str) -> None:
     """Without second biases the sums differ in their order alone: here in nothing."""
     cfg, weights, folded = layer(form)
     weights, folded = (
-        replace(each, w2_bias=jnp.zeros_like(each.w2_bias)) for each in (weights, folded)
+        each.with_routed(w2_bias=jnp.zeros_like(each.routed.w2_bias)) for each in (weights, folded)
     )
     args = inputs(cfg)
     got, want = (mm.mega_moe(*args, each, config=cfg) for each in (folded, weights))

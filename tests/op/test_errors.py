@@ -188,7 +188,10 @@ class TestPlace:
             in_specs=(rows, rows, rows, jax.tree.map(lambda _: P(), weights)),
             out_specs=rows,
         )
-        message = r"^weights.w13_weight: expected shape \[4, 256, 256\], got shape \[16, 256, 256\]"
+        message = (
+            r"^weights.routed.w13_weight: expected shape \[4, 256, 256\], got shape "
+            r"\[16, 256, 256\]"
+        )
         with pytest.raises(ValueError, match=message):
             inside(X, IDS, FACTORS, weights)
 
@@ -211,8 +214,8 @@ class TestShared:
 
     def test_fused_weights_for_a_config_without(self) -> None:
         message = (
-            r"^weights.shared_l1_weight: expected None: config.num_shared_experts is 0 or the "
-            r"format fuses no shared expert, got an array$"
+            r"^weights.shared: expected None: config.num_shared_experts is 0 or the format fuses "
+            r"no shared expert, got an ExpertMatrices$"
         )
         with pytest.raises(ValueError, match=message):
             call(weights=cases.weights(SHARED))
@@ -240,8 +243,10 @@ class TestShardings:
 
     def test_weights_over_an_axis_that_was_not_named(self) -> None:
         weights = cases.weights(CONFIG)
-        weights = dataclasses.replace(weights, w2_weight=put(weights.w2_weight, "ep"))
-        message = r"^weights.w2_weight: expected one device's array, got sharding \(\('ep',\),\)"
+        weights = weights.with_routed(w2_weight=put(weights.routed.w2_weight, "ep"))
+        message = (
+            r"^weights.routed.w2_weight: expected one device's array, got sharding \(\('ep',\),\)"
+        )
         with pytest.raises(ValueError, match=message):
             call(weights=weights)
 
@@ -264,12 +269,12 @@ class TestShardings:
     @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
     def test_tensor_parallelism_inside_an_expert(self, kind: AxisType) -> None:
         weights = cases.weights(CONFIG)
-        w13 = put(weights.w13_weight, "ep", "tp", kind=kind)
-        weights = dataclasses.replace(weights, w13_weight=w13)
+        w13 = put(weights.routed.w13_weight, "ep", "tp", kind=kind)
+        weights = weights.with_routed(w13_weight=w13)
         message = (
-            r"^weights.w13_weight: expected split over \['ep'\] along the first dimension alone, "
-            r"got sharding \(\('ep',\), \('tp',\).*\); there is no tensor parallelism inside an "
-            r"expert"
+            r"^weights.routed.w13_weight: expected split over \['ep'\] along the first dimension "
+            r"alone, got sharding \(\('ep',\), \('tp',\).*\); there is no tensor parallelism "
+            r"inside an expert"
         )
         with pytest.raises(ValueError, match=message):
             call(weights=weights, mesh=w13.sharding.mesh, axis="ep")
@@ -279,10 +284,11 @@ class TestShardings:
 
     def test_sharded_shared_expert(self) -> None:
         weights = cases.weights(SHARED)
-        l2 = put(weights.shared_l2_weight, None, "ep")
-        weights = dataclasses.replace(weights, shared_l2_weight=l2)
+        l2 = put(weights.shared.w2_weight, None, "ep")
+        shared = dataclasses.replace(weights.shared, w2_weight=l2)
+        weights = dataclasses.replace(weights, shared=shared)
         message = (
-            r"^weights.shared_l2_weight: expected a replicated array, got sharding "
+            r"^weights.shared.w2_weight: expected a replicated array, got sharding "
             r"\(\(\), \('ep',\)\); pass a sharded shared expert as the function shared_experts=$"
         )
         with pytest.raises(ValueError, match=message):

@@ -3,7 +3,6 @@
 Launches are computed with JAX here; tests/kernels runs this package's kernels, tests/gpu the rest.
 """
 
-import dataclasses
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +22,7 @@ from jax_megamoe.numerics import expert
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.grouped.layer import GroupedLayer
 from jax_megamoe.weights.experts import dequantize_biases, dequantize_experts
-from jax_megamoe.weights.params import ARRAY_FIELDS, ExpertWeights
+from jax_megamoe.weights.params import MATRIX_FIELDS, ExpertMatrices, ExpertWeights
 
 
 @pytest.fixture
@@ -44,11 +43,11 @@ def hopper(monkeypatch) -> list[GroupedLayer]:
 
 def computed(each: GroupedLayer, operands: dict[str, Array]) -> dict[str, Array]:
     """A layer without roundings between the products, out of its operands."""
-    fields = {name: operands[name] for name in ARRAY_FIELDS if name in operands}
+    fields = {name: operands[name] for name in MATRIX_FIELDS if name in operands}
     layout = mm.GROUPED_FP8 if each.product(w2=False).input.group else mm.GROUPED_BF16
-    weights = ExpertWeights(**fields, format=each.weights, layout=layout)
+    weights = ExpertWeights(ExpertMatrices(**fields), None, each.weights, layout)
     if each.activations == "nvfp4":  # the second scale has the inputs' in it already
-        weights = dataclasses.replace(weights, w2_input_scale=None)
+        weights = weights.with_routed(w2_input_scale=None)
     config = mm.MoEConfig(
         num_experts=each.num_experts,
         top_k=1,

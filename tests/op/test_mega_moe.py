@@ -70,7 +70,7 @@ def test_inside_the_callers_shard_map(
     weights = cases.weights(cfg)
 
     def local(x: Any, ids: Any, factors: Any, weights: mm.ExpertWeights) -> Any:
-        assert weights.w13_weight.shape[0] == cfg.num_experts // 4
+        assert weights.routed.w13_weight.shape[0] == cfg.num_experts // 4
         options = dict(axis="ep", return_stats=True, implementation=implementation)
         y, counts = mm.mega_moe(x, ids, factors, weights, config=cfg, **options)
         return 2 * y, counts

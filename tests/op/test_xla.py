@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 import jax_megamoe as mm
-from jax_megamoe.weights.params import default_layout, parameter_shapes
+from jax_megamoe.weights.params import parameter_shapes
 
 TOKENS = 64
 RANKS = (1, 2, 4, 8)
@@ -99,7 +99,7 @@ def test_equals_reference_with_other_parameters_of_the_activation(form: str, nam
 def test_equals_reference_with_a_bf16_shared_expert_in_nvfp4(num_shared: int) -> None:
     cfg = cases.config("nvfp4", num_shared_experts=num_shared, shared_format="bf16")
     weights = cases.weights(cfg)
-    assert weights.shared is not None and weights.shared.l1_weight_scale is None
+    assert weights.shared is not None and weights.shared.w13_weight_scale is None
     assert_right(cfg, weights, ranks=(1, 4))
 
 
@@ -166,12 +166,7 @@ def test_experts_are_decoded_one_at_a_time(form: str) -> None:
 
     def temporary(num_experts: int) -> int:
         cfg = cases.config(form, num_experts=num_experts)
-        shapes = parameter_shapes(cfg)
-        weights = mm.ExpertWeights(
-            **{name: shape for name, shape in shapes.items() if not name.endswith("_bias")},
-            format=cfg.weight_format.name,
-            layout=default_layout(cfg),
-        )
+        weights = parameter_shapes(cfg)
         call = jax.jit(partial(mm.mega_moe, config=cfg, implementation="xla"))
         compiled = call.lower(*cases.tokens(cfg, TOKENS), weights).compile()
         return compiled.memory_analysis().temp_size_in_bytes

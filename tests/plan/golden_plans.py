@@ -71,10 +71,10 @@ RECORDED_NAMES = {
     "w13_weight_scale": "l1_weights_sf",
     "w2_weight": "l2_weights",
     "w2_weight_scale": "l2_weights_sf",
-    "shared_l1_weight": "shared_l1_weights",
-    "shared_l1_weight_scale": "shared_l1_weights_sf",
-    "shared_l2_weight": "shared_l2_weights",
-    "shared_l2_weight_scale": "shared_l2_weights_sf",
+    "shared_w13_weight": "shared_l1_weights",
+    "shared_w13_weight_scale": "shared_l1_weights_sf",
+    "shared_w2_weight": "shared_l2_weights",
+    "shared_w2_weight_scale": "shared_l2_weights_sf",
 }
 """What the records call the arrays that tensor maps describe."""
 

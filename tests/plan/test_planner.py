@@ -154,8 +154,8 @@ def test_equal_arguments_give_the_same_plan_object():
 def test_fused_shared_experts():
     plan = plan_mega_moe(config(num_shared_experts=2), B200, 64, 8)
     assert names(plan) > {
-        *("shared_l1_weight", "shared_l1_weight_scale"),
-        *("shared_l2_weight", "shared_l2_weight_scale"),
+        *("shared_w13_weight", "shared_w13_weight_scale"),
+        *("shared_w2_weight", "shared_w2_weight_scale"),
     }
     assert symbols(plan) == [OURS, FP8]
     words = plan.buffer["shared_l1_acts_sf"]

@@ -65,7 +65,7 @@ def test_a_skewed_layer_is_rebalanced(rng: np.random.Generator, form: str) -> No
     weights, replicas = mm.rebalance(config, weights, INITIAL, placement, mesh=mesh, axis="ep")
     assert all(array.is_deleted() for array in given_up.arrays().values())
     for name, array in weights.arrays().items():
-        expert = np.asarray(getattr(logical, name))
+        expert = np.asarray(logical.arrays()[name])
         assert np.asarray(array).tobytes() == expert[placement].tobytes(), name
         assert array.sharding == NamedSharding(mesh, PartitionSpec("ep"))
     y, counts = layer(weights, replicas)
@@ -84,7 +84,7 @@ def test_there_and_back(rng: np.random.Generator, kind: AxisType) -> None:
         "mxfp4", num_experts=SLOTS, num_logical_experts=LOGICAL, num_shared_experts=1
     )
     want = cases.weights(config, biased=True)
-    routed = {n: a for n, a in want.arrays().items() if not n.startswith("shared_")}
+    routed = want.routed.arrays()
     assert len(routed) == 6
     mesh = cases.ep_mesh(RANKS, kind)
     specs = want.partition_specs("ep")
@@ -96,13 +96,13 @@ def test_there_and_back(rng: np.random.Generator, kind: AxisType) -> None:
     @jax.jit
     def layer(weights: mm.ExpertWeights) -> jax.Array:
         traces.append(1)
-        return weights.w2_bias
+        return weights.routed.w2_bias
 
     layer(weights)
     new = rng.permutation([*range(LOGICAL), 3, 3, 3, 9])
     weights, replicas = mm.rebalance(config, weights, INITIAL, new, mesh=mesh, axis="ep")
     for name, array in routed.items():
-        np.testing.assert_array_equal(getattr(weights, name), np.asarray(array)[new], name)
+        np.testing.assert_array_equal(getattr(weights.routed, name), np.asarray(array)[new], name)
     layer(weights)
     assert len(traces) == 1
     np.testing.assert_array_equal(
@@ -114,7 +114,7 @@ def test_there_and_back(rng: np.random.Generator, kind: AxisType) -> None:
     np.testing.assert_array_equal(got, np.bincount(new, np.arange(SLOTS)))
     weights, _ = mm.rebalance(config, weights, new, INITIAL, mesh=mesh, axis="ep")
     for name, array in want.arrays().items():
-        assert np.asarray(getattr(weights, name)).tobytes() == np.asarray(array).tobytes(), name
+        assert np.asarray(weights.arrays()[name]).tobytes() == np.asarray(array).tobytes(), name
 
 
 def test_on_one_device(rng: np.random.Generator) -> None:
@@ -122,7 +122,7 @@ def test_on_one_device(rng: np.random.Generator) -> None:
     want = cases.weights(config)
     new = rng.permutation(np.arange(16) % 12)
     got, _ = mm.rebalance(config, jax.tree.map(jnp.copy, want), np.arange(16) % 12, new)
-    np.testing.assert_array_equal(got.w13_weight, want.w13_weight[new])
+    np.testing.assert_array_equal(got.routed.w13_weight, want.routed.w13_weight[new])
 
 
 def test_recorded_loads_fade() -> None:
@@ -262,7 +262,7 @@ def test_refused(changes: dict[str, Any], text: str) -> None:
     options = dict(old_placement=initial, new_placement=initial) | changes
     with pytest.raises(ValueError, match=text):
         mm.rebalance(config=config, **(options | dict(weights=weights)))
-    assert not weights.w13_weight.is_deleted()
+    assert not weights.routed.w13_weight.is_deleted()
 
 
 def test_ids_are_integers() -> None:

@@ -99,7 +99,7 @@ def test_moved_rows_stay_on_their_devices() -> None:
     placed = jax.device_put(cases.weights(cfg), shardings)
     moved = mm.to_layout(placed, "interleave8")
     for name, array in moved.arrays().items():
-        assert array.sharding.is_equivalent_to(getattr(shardings, name), array.ndim), name
+        assert array.sharding.is_equivalent_to(shardings.arrays()[name], array.ndim), name
 
 
 def test_layouts_that_do_not_exist() -> None:
@@ -139,7 +139,7 @@ def test_other_float_dtypes_by_value(dtype: str) -> None:
     rounded = [part.astype(jnp.bfloat16).astype(jnp.float32) for part in parts]
     want = mm.quantize_experts(cfg, *rounded) if dtype == "float32" else got
     for name, array in got.arrays().items():
-        np.testing.assert_array_equal(array, getattr(want, name), name)
+        np.testing.assert_array_equal(array, want.arrays()[name], name)
 
 
 def test_traced() -> None:
@@ -149,7 +149,7 @@ def test_traced() -> None:
     eager = quantise(*parts["routed"], shared=parts["shared"])
     jitted = jax.jit(quantise)(*parts["routed"], shared=parts["shared"])
     for name, array in eager.arrays().items():
-        np.testing.assert_array_equal(getattr(jitted, name), array, name)
+        np.testing.assert_array_equal(jitted.arrays()[name], array, name)
 
 
 def test_all_physical_experts_are_taken_as_they_are() -> None:
@@ -167,11 +167,11 @@ def test_input_scales_and_biases_follow_their_experts() -> None:
     scales = jnp.arange(12, dtype=jnp.float32)
     biases = tuple(jnp.ones((12, n)) * scales[:, None] for n in (128, 128, 256))
     weights = mm.quantize_experts(cfg, *parts, w2_input_scale=scales, biases=biases)
-    np.testing.assert_array_equal(weights.w2_input_scale, np.arange(16) % 12)
-    for bias in (weights.w13_bias[:, 0], weights.w2_bias):
+    np.testing.assert_array_equal(weights.routed.w2_input_scale, np.arange(16) % 12)
+    for bias in (weights.routed.w13_bias[:, 0], weights.routed.w2_bias):
         np.testing.assert_array_equal(bias[:, 0], np.arange(16) % 12)
     plain = mm.quantize_experts(cfg, *parts)
-    np.testing.assert_array_equal(plain.w2_input_scale, np.zeros(16))
+    np.testing.assert_array_equal(plain.routed.w2_input_scale, np.zeros(16))
 
 
 @pytest.mark.parametrize("form", cases.RECIPES)

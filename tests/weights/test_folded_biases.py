@@ -140,13 +140,16 @@ def test_parameters_fold_and_unfold(form: str) -> None:
     cfg, weights = biased(form)
     folded = mm.fold_biases(cfg, weights)
     check_weights(cfg, folded)
-    assert folded.folds_biases and folded.w13_bias is None and not weights.folds_biases
-    assert folded.w2_bias is weights.w2_bias and folded.w2_weight is weights.w2_weight
-    assert folded.num_bytes == weights.num_bytes - weights.w13_bias.nbytes
+    assert folded.folds_biases and folded.routed.w13_bias is None and not weights.folds_biases
+    assert (
+        folded.routed.w2_bias is weights.routed.w2_bias
+        and folded.routed.w2_weight is weights.routed.w2_weight
+    )
+    assert folded.num_bytes == weights.num_bytes - weights.routed.w13_bias.nbytes
     back = mm.unfold_biases(folded)
     assert not back.folds_biases and mm.unfold_biases(weights) is weights
     for name in ("w13_weight", "w13_bias"):
-        got, want = (np.asarray(getattr(each, name)) for each in (back, weights))
+        got, want = (np.asarray(each.arrays()[f"routed.{name}"]) for each in (back, weights))
         np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8), err_msg=name)
     # Matrices and biases as they were, -0.0 and subnormals included.
     for got, want in zip(
@@ -171,10 +174,10 @@ def test_sharded_parameters(kind: AxisType) -> None:
         np.testing.assert_array_equal(
             np.asarray(array).view(np.uint8), np.asarray(want.arrays()[name]).view(np.uint8)
         )
-    bias = mm.unfold_biases(folded).w13_bias
+    bias = mm.unfold_biases(folded).routed.w13_bias
     assert bias.sharding.spec[0] == "ep"
     np.testing.assert_array_equal(
-        np.asarray(bias).view(np.uint32), np.asarray(weights.w13_bias).view(np.uint32)
+        np.asarray(bias).view(np.uint32), np.asarray(weights.routed.w13_bias).view(np.uint32)
     )
 
 
@@ -185,7 +188,8 @@ def test_other_layouts_get_the_biases_back() -> None:
         got, want = (mm.to_layout(each, layout) for each in (folded, weights))
         assert not got.folds_biases
         np.testing.assert_array_equal(
-            np.asarray(got.w13_bias).view(np.uint32), np.asarray(want.w13_bias).view(np.uint32)
+            np.asarray(got.routed.w13_bias).view(np.uint32),
+            np.asarray(want.routed.w13_bias).view(np.uint32),
         )
         np.testing.assert_array_equal(
             *(np.asarray(mm.dequantize_experts(cfg, each)[0]) for each in (got, want))
@@ -198,9 +202,10 @@ def test_saved_parameters_are_unfolded(tmp_path: Any) -> None:
     mm.save_experts(tmp_path / "b", cfg, mm.fold_biases(cfg, weights))
     one, other = (mm.load_converted(tmp_path / name, cfg) for name in "ab")
     assert not other.folds_biases
-    np.testing.assert_array_equal(other.w13_weight, one.w13_weight)
+    np.testing.assert_array_equal(other.routed.w13_weight, one.routed.w13_weight)
     np.testing.assert_array_equal(
-        np.asarray(other.w13_bias).view(np.uint32), np.asarray(one.w13_bias).view(np.uint32)
+        np.asarray(other.routed.w13_bias).view(np.uint32),
+        np.asarray(one.routed.w13_bias).view(np.uint32),
     )
 
 
@@ -221,17 +226,22 @@ def test_recipes_that_hold_no_bias(form: str, error: type[Exception], text: str)
 def test_errors() -> None:
     cfg, weights = biased("mxfp4")
     full = cases.weights(cfg, biased=True)
-    text = r"weights.w13_weight: expected zeros in the last 32 columns, got others; make the config"
+    text = (
+        r"weights.routed.w13_weight: expected zeros in the last 32 columns, got others; make the "
+        r"config"
+    )
     with pytest.raises(ValueError, match=text):
         mm.fold_biases(cfg, full)
     for value in (1 + 2.0**-9, np.inf):
-        other = replace(weights, w13_bias=weights.w13_bias.at[1, 3].set(value))
-        with pytest.raises(ValueError, match=r"weights.w13_bias: expected finite bfloat16 values"
-                                             r".* got others; round them"):  # fmt: skip
+        other = weights.with_routed(w13_bias=weights.routed.w13_bias.at[1, 3].set(value))
+        text = r"weights.routed.w13_bias: expected finite bfloat16 values.* got others; round them"
+        with pytest.raises(ValueError, match=text):
             mm.fold_biases(cfg, other)
     folded = mm.fold_biases(cfg, weights)
     for each, got in ((folded, "folded ones"), (cases.weights(cfg), "none")):
-        with pytest.raises(ValueError, match=f"weights.w13_bias: expected biases, got {got}"):
+        with pytest.raises(
+            ValueError, match=f"weights.routed.w13_bias: expected biases, got {got}"
+        ):
             mm.fold_biases(cfg, each)
     with pytest.raises(ValueError, match=r"weights.layout: expected the layout of a fused kernel"
                                          r".*got 'humming_bf16'"):  # fmt: skip
@@ -245,17 +255,17 @@ def test_a_fused_shared_expert_would_multiply_the_constant() -> None:
                                          r"got a fused one; pass it to mega_moe"):  # fmt: skip
         mm.fold_biases(cfg, weights)
     with pytest.raises(ValueError, match=r"weights.shared: expected none beside folded biases"):
-        check_weights(cfg, replace(weights, w13_bias=None))
+        check_weights(cfg, weights.with_routed(w13_bias=None))
 
 
 def test_what_parameters_may_say() -> None:
     """Second biases alone mean folded ones, where the recipe and the layout have such."""
     cfg, weights = biased("mxfp4")
     grouped = mm.to_layout(weights, "humming_bf16")
-    text = r"weights.w13_bias: expected an array, got None; the grouped products add biases"
+    text = r"weights.routed.w13_bias: expected an array, got None; the grouped products add biases"
     with pytest.raises(ValueError, match=text):
-        check_weights(cfg, replace(grouped, w13_bias=None))
+        check_weights(cfg, grouped.with_routed(w13_bias=None))
     block = cases.config("mxfp4_block")
-    of_block = replace(cases.weights(block, biased=True), w13_bias=None)
-    with pytest.raises(ValueError, match=r"weights.w13_bias: expected an array, got None$"):
+    of_block = cases.weights(block, biased=True).with_routed(w13_bias=None)
+    with pytest.raises(ValueError, match=r"weights.routed.w13_bias: expected an array, got None$"):
         check_weights(block, of_block)

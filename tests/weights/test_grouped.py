@@ -1,7 +1,6 @@
 """Layouts of the grouped products' weights: recorded ones, inverses, and conversions of layers."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,12 +115,14 @@ def test_layers_come_back_as_they_were(form, layout):
     for by_row in (False, True) if (form, layout) == ("mxfp4", mm.GROUPED_FP8) else (None,):
         moved = to_grouped(weights, layout, by_row=by_row)
         check_weights(config, moved)
-        shapes = parameter_shapes(config, None, layout, by_row=bool(by_row))
+        shapes = parameter_shapes(
+            config, None, layout, has_biases=True, by_row=bool(by_row)
+        ).arrays()
         for name, array in moved.arrays().items():
             assert (array.shape, array.dtype) == (shapes[name].shape, shapes[name].dtype), name
         back = from_grouped(moved, weights.layout)
         for name, array in weights.arrays().items():
-            assert jnp.array_equal(*map(as_bits, (array, getattr(back, name)))), name
+            assert jnp.array_equal(*map(as_bits, (array, back.arrays()[name]))), name
         for got, want in zip(
             dequantize_experts(config, moved), dequantize_experts(config, weights), strict=True
         ):
@@ -147,33 +148,33 @@ def test_to_layout_goes_there_and_back():
         want = mm.to_layout(weights, layout)
         assert there.layout == layout
         for name, array in want.arrays().items():
-            assert jnp.array_equal(*map(as_bits, (array, getattr(there, name)))), name
+            assert jnp.array_equal(*map(as_bits, (array, there.arrays()[name]))), name
 
 
 def wide_scales(config: mm.MoEConfig, low: int, by_row: bool) -> mm.ExpertWeights:
     """MXFP4 whose blocks' scales are up to `low` powers of two below the largest, in one row or
     from row to row."""
     weights = cases.weights(config)
-    scale = np.asarray(weights.w2_weight_scale).view(np.uint8).copy()
+    scale = np.asarray(weights.routed.w2_weight_scale).view(np.uint8).copy()
     scale[:] = 120
     if by_row:
         scale.reshape(config.num_experts, -1)[:, ::7] = 120 - low
     else:
         scale[:, 0] = 120 - low
-    words = scale.view(np.int32).reshape(weights.w2_weight_scale.shape)
-    return replace(weights, w2_weight_scale=jnp.asarray(words))
+    words = scale.view(np.int32).reshape(weights.routed.w2_weight_scale.shape)
+    return weights.with_routed(w2_weight_scale=jnp.asarray(words))
 
 
 def test_second_scales_are_of_rows_where_one_would_change_values():
     config = cases.config("mxfp4", num_experts=4, top_k=2)
     weights = cases.weights(config)
     assert fuses_exactly(weights)
-    assert to_grouped(weights, mm.GROUPED_FP8).w2_weight_scale_2.ndim == 1
+    assert to_grouped(weights, mm.GROUPED_FP8).routed.w2_weight_scale_2.ndim == 1
     wide = wide_scales(config, 12, by_row=True)
     assert not fuses_exactly(wide)
-    assert to_grouped(wide, mm.GROUPED_FP8).w2_weight_scale_2.ndim == 2
+    assert to_grouped(wide, mm.GROUPED_FP8).routed.w2_weight_scale_2.ndim == 2
     traced = jax.eval_shape(lambda w: to_grouped(w, mm.GROUPED_FP8), weights)
-    assert traced.w2_weight_scale_2.ndim == 2
+    assert traced.routed.w2_weight_scale_2.ndim == 2
 
 
 @pytest.mark.parametrize(("code", "delta", "want"), [

@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 import jax_megamoe as mm
 from jax_megamoe.weights.params import (
-    ARRAY_FIELDS,
     check_weights,
     default_layout,
     known_layouts,
@@ -44,7 +43,7 @@ SHAPES = {
 @pytest.mark.parametrize("form", cases.RECIPES)
 def test_shapes(form: str) -> None:
     storage, w13, scale_dtype, w13_scale, w2, w2_scale = SHAPES[form]
-    shapes = parameter_shapes(cases.config(form))
+    shapes = parameter_shapes(cases.config(form), has_biases=True).routed.arrays()
     want = {"w13_weight": (w13, storage), "w2_weight": (w2, storage)}
     if scale_dtype is not None:
         want["w13_weight_scale"] = (w13_scale, scale_dtype)
@@ -58,22 +57,22 @@ def test_shapes(form: str) -> None:
     bias = (16, 8, 32) if form == "nvfp4" else (16, 256)
     want["w13_bias"], want["w2_bias"] = (bias, "float32"), ((16, 256), "float32")
     assert {name: (s.shape, str(s.dtype)) for name, s in shapes.items()} == want
-    assert parameter_shapes(cases.config(form), 2)["w13_weight"].shape == (2, *w13[1:])
+    assert parameter_shapes(cases.config(form), 2).routed.w13_weight.shape == (2, *w13[1:])
 
 
 def test_shapes_of_a_shared_expert() -> None:
-    shapes = parameter_shapes(cases.config("mxfp4", num_shared_experts=2))
-    shared = {n: (s.shape, str(s.dtype)) for n, s in shapes.items() if n.startswith("shared_")}
-    assert shared == {
-        "shared_l1_weight": ((512, 256), "float8_e4m3fn"),
-        "shared_l1_weight_scale": ((2, 512), "int32"),
-        "shared_l2_weight": ((256, 256), "float8_e4m3fn"),
-        "shared_l2_weight_scale": ((2, 256), "int32"),
+    shapes = parameter_shapes(cases.config("mxfp4", num_shared_experts=2)).shared
+    assert shapes is not None
+    assert {name: (each.shape, str(each.dtype)) for name, each in shapes.arrays().items()} == {
+        "w13_weight": ((512, 256), "float8_e4m3fn"),
+        "w13_weight_scale": ((2, 512), "int32"),
+        "w2_weight": ((256, 256), "float8_e4m3fn"),
+        "w2_weight_scale": ((2, 256), "int32"),
     }
     bf16 = parameter_shapes(cases.config("nvfp4", num_shared_experts=1, shared_format="bf16"))
-    assert [n for n in bf16 if n.startswith("shared_")] == ["shared_l1_weight", "shared_l2_weight"]
+    assert bf16.shared is not None and list(bf16.shared.arrays()) == ["w13_weight", "w2_weight"]
     none = parameter_shapes(cases.config("fp8_block", num_shared_experts=1))
-    assert not [name for name in none if name.startswith("shared_")]
+    assert none.shared is None
 
 
 @pytest.mark.parametrize("form", BYTES)
@@ -90,21 +89,21 @@ def test_every_layout_of_a_format_has_shapes_of_its_own(form: str) -> None:
     found: dict[tuple[Any, ...], str] = {}
     for layout in known_layouts(cfg):
         for by_row in (False, True):
-            shapes = parameter_shapes(cfg, layout=layout, by_row=by_row)
-            names = [name for name in shapes if name.startswith(("w13_weight", "w2_weight"))]
-            key = tuple((name, shapes[name].shape, str(shapes[name].dtype)) for name in names)
+            routed = parameter_shapes(cfg, layout=layout, by_row=by_row).routed
+            shapes = {n: each for n, each in routed.arrays().items() if "_weight" in n}
+            key = tuple((name, each.shape, str(each.dtype)) for name, each in shapes.items())
             assert found.setdefault(key, layout) == layout
-            assert layout_of(cfg, {name: shapes[name] for name in names}) == layout
+            assert layout_of(cfg, routed) == layout
     with pytest.raises(ValueError, match=r"^the layer's parameters: expected shapes of one of the"):
-        layout_of(cfg, {name: jnp.zeros((1, 3)) for name in names})
+        layout_of(cfg, mm.ExpertMatrices(jnp.zeros((1, 3)), jnp.zeros((1, 3))))
 
 
 @pytest.mark.parametrize("name", ["w13_weight", "w13_weight_scale"])
 def test_fields_of_two_row_orders(name: str) -> None:
     cfg = cases.config("nvfp4")
     other = mm.to_layout(cases.weights(cfg), "interleave8")
-    mixed = dataclasses.replace(cases.weights(cfg), **{name: getattr(other, name)})
-    message = r"^weights.w13_.*: expected shape .*; the arrays are not in the layout sgl_fp4"
+    mixed = cases.weights(cfg).with_routed(**{name: getattr(other.routed, name)})
+    message = r"^weights.routed.w13_.*: expected shape .*; the arrays are not in the layout sgl_fp4"
     with pytest.raises(ValueError, match=message):
         check_weights(cfg, mixed)
 
@@ -122,12 +121,9 @@ def test_is_a_pytree_with_a_static_format() -> None:
 def test_partition_specs_split_experts_and_replicate_the_shared_one() -> None:
     weights = cases.weights(cases.config("mxfp8", num_shared_experts=1), biased=True)
     specs = weights.partition_specs(("host", "chip"))
-    for name in ARRAY_FIELDS:
-        if getattr(weights, name) is None:
-            assert getattr(specs, name) is None
-        else:
-            shared = name.startswith("shared_")
-            assert getattr(specs, name) == (P() if shared else P(("host", "chip"))), name
+    assert specs.arrays().keys() == weights.arrays().keys()
+    for name, spec in specs.arrays().items():
+        assert spec == (P() if name.startswith("shared.") else P(("host", "chip"))), name
 
 
 @pytest.mark.parametrize(
@@ -158,65 +154,84 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
         r"weights.layout: expected one of \['sgl_fp4', 'interleave8', 'humming_bf16'\], got "
         r"'halves'",
     ),
-    ({"w2_weight": None}, ValueError, r"weights.w2_weight: expected an array, got None"),
-    ({"w13_weight": None}, ValueError, r"weights.w13_weight: expected an array, got None"),
     (
-        {"w13_weight_scale": None},
+        {"routed.w2_weight": None},
         ValueError,
-        r"weights.w13_weight_scale: expected an array, got None",
+        r"weights.routed.w2_weight: expected an array, got None",
     ),
     (
-        {"w2_weight_scale_2": None},
+        {"routed.w13_weight": None},
         ValueError,
-        r"weights.w2_weight_scale_2: expected an array, got None",
-    ),
-    ({"w2_input_scale": None}, ValueError, r"weights.w2_input_scale: expected an array, got None"),
-    (
-        {"shared_l2_weight": None},
-        ValueError,
-        r"weights.shared_l2_weight: expected an array, got None",
+        r"weights.routed.w13_weight: expected an array, got None",
     ),
     (
-        {"shared_l1_weight": None},
+        {"routed.w13_weight_scale": None},
         ValueError,
-        r"weights.shared_l1_weight: expected an array, got None",
+        r"weights.routed.w13_weight_scale: expected an array, got None",
     ),
     (
-        {"w13_bias": jnp.zeros((16, 256))},
+        {"routed.w2_weight_scale_2": None},
         ValueError,
-        r"weights.w2_bias: expected an array, got None",
+        r"weights.routed.w2_weight_scale_2: expected an array, got None",
     ),
     (
-        {"w2_bias": jnp.zeros((16, 256))},
+        {"routed.w2_input_scale": None},
         ValueError,
-        r"weights.w13_bias: expected an array, got None",
+        r"weights.routed.w2_input_scale: expected an array, got None",
     ),
     (
-        {"w13_weight": jnp.zeros((16, 256, 256), jnp.uint8)},
+        {"shared.w2_weight": None},
         ValueError,
-        r"weights.w13_weight: expected shape \[16, 256, 128\], got shape \[16, 256, 256\]",
+        r"weights.shared.w2_weight: expected an array, got None",
     ),
     (
-        {"w13_weight": jnp.zeros((16, 256, 128), jnp.int8)},
+        {"shared.w13_weight": None},
+        ValueError,
+        r"weights.shared.w13_weight: expected an array, got None",
+    ),
+    (
+        {"routed.w13_bias": jnp.zeros((16, 256))},
+        ValueError,
+        r"weights.routed.w2_bias: expected an array, got None",
+    ),
+    (
+        {"routed.w2_bias": jnp.zeros((16, 256))},
+        ValueError,
+        r"weights.routed.w13_bias: expected an array, got None",
+    ),
+    (
+        {"routed.w13_weight": jnp.zeros((16, 256, 256), jnp.uint8)},
+        ValueError,
+        r"weights.routed.w13_weight: expected shape \[16, 256, 128\], got shape \[16, 256, 256\]",
+    ),
+    (
+        {"routed.w13_weight": jnp.zeros((16, 256, 128), jnp.int8)},
         TypeError,
-        r"weights.w13_weight: expected dtype uint8, got int8",
+        r"weights.routed.w13_weight: expected dtype uint8, got int8",
     ),
     (
-        {"w2_weight_scale": jnp.zeros((16, 2, 256), jnp.uint32)},
+        {"routed.w2_weight_scale": jnp.zeros((16, 2, 256), jnp.uint32)},
         TypeError,
-        r"weights.w2_weight_scale: expected dtype int32, got uint32",
+        r"weights.routed.w2_weight_scale: expected dtype int32, got uint32",
     ),
     (
-        {"w2_input_scale": jnp.zeros((8,))},
+        {"routed.w2_input_scale": jnp.zeros((8,))},
         ValueError,
-        r"weights.w2_input_scale: expected shape \[16\], got shape \[8\]",
+        r"weights.routed.w2_input_scale: expected shape \[16\], got shape \[8\]",
     ),
 ]
 
 
 @pytest.mark.parametrize(("changes", "error", "message"), REFUSED)
 def test_refused(changes: dict[str, Any], error: type[Exception], message: str) -> None:
-    weights = dataclasses.replace(cases.weights(NVFP4), **changes)
+    weights = cases.weights(NVFP4)
+    for path, value in changes.items():
+        part, _, name = path.rpartition(".")
+        if not part:
+            weights = dataclasses.replace(weights, **{name: value})
+        else:
+            matrices = dataclasses.replace(getattr(weights, part), **{name: value})
+            weights = dataclasses.replace(weights, **{part: matrices})
     with pytest.raises(error, match=f"^{message}$"):
         check_weights(NVFP4, weights)
 
@@ -224,18 +239,24 @@ def test_refused(changes: dict[str, Any], error: type[Exception], message: str) 
 def test_refused_for_the_config() -> None:
     mxfp8 = cases.config("mxfp8")
     weights = cases.weights(mxfp8)
-    superfluous = dataclasses.replace(weights, w2_input_scale=jnp.zeros(16))
-    message = r"^weights.w2_input_scale: expected None: this config has no such parameter, got"
+    superfluous = weights.with_routed(w2_input_scale=jnp.zeros(16))
+    message = (
+        r"^weights.routed.w2_input_scale: expected None: this config has no such parameter, got"
+    )
     with pytest.raises(ValueError, match=message):
         check_weights(mxfp8, superfluous)
-    tiled = weights.w13_weight.reshape(16, 8, 32, 256)
-    message = r"^weights.w13_weight: expected shape \[16, 256, 256\], got shape \[16, 8, 32, 256\]"
+    tiled = weights.routed.w13_weight.reshape(16, 8, 32, 256)
+    message = (
+        r"^weights.routed.w13_weight: expected shape \[16, 256, 256\], got shape \[16, 8, 32, 256\]"
+    )
     with pytest.raises(ValueError, match=message):
-        check_weights(mxfp8, dataclasses.replace(weights, w13_weight=tiled))
+        check_weights(mxfp8, weights.with_routed(w13_weight=tiled))
     message = r"^weights.layout: expected one of \['interleave8', 'humming_bf16'\], got 'sgl_fp4'$"
     with pytest.raises(ValueError, match=message):
         check_weights(mxfp8, dataclasses.replace(weights, layout="sgl_fp4"))
-    message = r"^weights.w13_weight: expected shape \[2, 256, 256\], got shape \[16, 256, 256\]$"
+    message = (
+        r"^weights.routed.w13_weight: expected shape \[2, 256, 256\], got shape \[16, 256, 256\]$"
+    )
     with pytest.raises(ValueError, match=message):
         check_weights(mxfp8, weights, 2)
     message = r"^weights: expected an ExpertWeights \(from quantize_experts or load_experts\), got"

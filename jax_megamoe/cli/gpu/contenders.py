@@ -57,8 +57,7 @@ def _ours(implementation: str, model: Model, recipe: str, num_tokens: int) -> Pr
 
 
 def _bytes(weights: ExpertWeights) -> int:
-    names = ("w13_weight", "w2_weight")
-    return sum(array.nbytes for name, array in weights.arrays().items() if name.startswith(names))
+    return sum(array.nbytes for name, array in weights.routed.arrays().items() if "_weight" in name)
 
 
 def ragged_layer(

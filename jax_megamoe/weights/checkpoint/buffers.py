@@ -25,7 +25,7 @@ from jax_megamoe.mesh import axis_names
 from jax_megamoe.weights import layout as layouts
 from jax_megamoe.weights.checkpoint.dialects import SHARED
 from jax_megamoe.weights.packed import PACKED_LAYOUTS
-from jax_megamoe.weights.params import ExpertWeights, parameter_shapes
+from jax_megamoe.weights.params import ExpertMatrices, ExpertWeights, parameter_shapes
 from jax_megamoe.weights.requantize import QuantizedMatrix
 
 Range = tuple[int, int]
@@ -46,9 +46,11 @@ class Placement:
     shared: Sharding | None
     held: np.ndarray
 
-    def ranges(self, name: str, size: int) -> dict[Range, list[jax.Device | None]]:
-        """This process's devices by range of a field's leading axis; [None] for the default one."""
-        sharding = self.shared if name.startswith("shared_") else self.routed
+    def ranges(self, part: str, size: int) -> dict[Range, list[jax.Device | None]]:
+        """This process's devices by range of the leading axis of a part's arrays; [None] for the
+        default one.
+        """
+        sharding: Sharding | None = getattr(self, part)
         if sharding is None:
             return {(0, size): [None]}
         ranges: dict[Range, list[jax.Device | None]] = defaultdict(list)
@@ -59,22 +61,22 @@ class Placement:
         return dict(ranges)
 
     def to_devices(
-        self, name: str, shape: tuple[int, ...], part: Callable[[Range], np.ndarray]
+        self, part: str, shape: tuple[int, ...], read: Callable[[Range], np.ndarray]
     ) -> jax.Array:
         """A field on its devices.
 
         Args:
-            name: the field.
+            part: the field's, ``"routed"`` or ``"shared"``.
             shape: of the whole.
-            part: its entries in a range of the leading axis.
+            read: its entries in a range of the leading axis.
         """
-        sharding = self.shared if name.startswith("shared_") else self.routed
-        ranges = self.ranges(name, shape[0])
+        sharding: Sharding | None = getattr(self, part)
+        ranges = self.ranges(part, shape[0])
         if sharding is None:
-            return jax.device_put(part(next(iter(ranges))))
+            return jax.device_put(read(next(iter(ranges))))
         arrays: list[jax.Array] = []
         for entries, devices in ranges.items():
-            held = part(entries)
+            held = read(entries)
             arrays += [jax.device_put(held, device) for device in devices]
         return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
@@ -82,7 +84,7 @@ class Placement:
     def slots(self) -> dict[int, list[tuple[Range, int]]]:
         """Where each logical expert that this process holds goes: range and index within it."""
         slots: dict[int, list[tuple[Range, int]]] = defaultdict(list)
-        for start, stop in self.ranges("w13_weight", self.held.size):
+        for start, stop in self.ranges("routed", self.held.size):
             for physical in range(start, stop):
                 slots[int(self.held[physical])].append(((start, stop), physical - start))
         return dict(slots)
@@ -122,11 +124,11 @@ def place(
 
 def placement_of(weights: ExpertWeights, placement: Placement) -> Placement:
     """`placement` on the devices that existing parameters are on."""
-    shared = weights.shared_l1_weight
+    shared = weights.shared
     return replace(
         placement,
-        routed=_sharding_of(weights.w13_weight),
-        shared=None if shared is None else _sharding_of(shared),
+        routed=_sharding_of(weights.routed.w13_weight),
+        shared=None if shared is None else _sharding_of(shared.w13_weight),
     )
 
 
@@ -157,12 +159,12 @@ class ParameterBuffers:
         self._placement = placement
         self._layout = layout
         self._initial = initial
-        self._shapes = parameter_shapes(config, layout=layout)
+        self._shapes = parameter_shapes(config, layout=layout, has_biases=True)
         # Rows are written one by one, without the tiles in which some layouts hold them; packed
         # layouts are written a matrix at a time.
         by_row = layout if layout in PACKED_LAYOUTS else layouts.INTERLEAVE8.name
-        self._row_shapes = parameter_shapes(config, layout=by_row)
-        self._buffers: dict[str, dict[Range, np.ndarray]] = {}
+        self._row_shapes = parameter_shapes(config, layout=by_row, has_biases=True)
+        self._buffers: dict[_Field, dict[Range, np.ndarray]] = {}
         self._lock = threading.Lock()
 
     def write_matrix(self, expert: int, part: str, matrix: QuantizedMatrix) -> int:
@@ -179,7 +181,7 @@ class ParameterBuffers:
         """
         if expert != SHARED and self._layout in PACKED_LAYOUTS:
             return self._write_packed(expert, part, matrix)
-        name = _field("w2_weight" if part == "down" else "w13_weight", expert)
+        name = "w2_weight" if part == "down" else "w13_weight"
         order = self._order(expert, part)
         weight = np.asarray(matrix.weight)
         for target in self._targets(name, expert):
@@ -222,55 +224,63 @@ class ParameterBuffers:
         for target in self._targets(name, expert):
             target[rows] = values
 
-    def fill(self, field: str, value: float) -> None:
-        """Sets a whole field, unless something was written to it or it has initial values."""
+    def fill(self, name: str, value: float) -> None:
+        """Sets a field of all routed experts, unless something was written to it or it has initial
+        values.
+        """
+        field = ("routed", name)
         if field not in self._buffers and self._initial is None:
             for buffer in self._field_buffers(field).values():
                 buffer[...] = value
 
     def finish(self) -> ExpertWeights:
         """The parameters on their devices; the buffers are given up one field after another."""
-        names = list(self._buffers)
-        arrays: dict[str, Any] = {name: self._placed(name) for name in names}
+        arrays: dict[str, dict[str, Any]] = {"routed": {}, "shared": {}}
+        for part, name in list(self._buffers):
+            arrays[part][name] = self._placed((part, name))
         if self._initial is not None:
-            return replace(self._initial, **arrays)
+            parts = self._initial.parts
+            changed = {part: replace(parts[part], **arrays[part]) for part in parts}
+            return replace(self._initial, **changed)
+        shared = ExpertMatrices(**arrays["shared"]) if arrays["shared"] else None
         form = self._config.weight_format.name
-        return ExpertWeights(**arrays, format=form, layout=self._layout)
+        return ExpertWeights(ExpertMatrices(**arrays["routed"]), shared, form, self._layout)
 
-    def _placed(self, name: str) -> jax.Array:
-        buffers = self._buffers.pop(name)
-        shape = self._shapes[name].shape
+    def _placed(self, field: "_Field") -> jax.Array:
+        buffers = self._buffers.pop(field)
+        shape = _array(self._shapes, field).shape
 
-        def part(entries: Range) -> np.ndarray:
+        def read(entries: Range) -> np.ndarray:
             return buffers[entries].reshape(-1, *shape[1:])
 
-        return self._placement.to_devices(name, shape, part)
+        return self._placement.to_devices(field[0], shape, read)
 
     def _targets(self, name: str, expert: int) -> Iterable[np.ndarray]:
-        buffers = self._field_buffers(name)
         if expert == SHARED:
-            return list(buffers.values())
+            return list(self._field_buffers(("shared", name)).values())
+        buffers = self._field_buffers(("routed", name))
         return [buffers[range_][slot, ...] for range_, slot in self._placement.slots[expert]]
 
-    def _field_buffers(self, name: str) -> dict[Range, np.ndarray]:
+    def _field_buffers(self, field: "_Field") -> dict[Range, np.ndarray]:
         with self._lock:
-            if name not in self._buffers:
-                self._buffers[name] = self._made(name)
-            return self._buffers[name]
+            if field not in self._buffers:
+                self._buffers[field] = self._made(field)
+            return self._buffers[field]
 
-    def _made(self, name: str) -> dict[Range, np.ndarray]:
-        struct = self._shapes[name]
+    def _made(self, field: "_Field") -> dict[Range, np.ndarray]:
+        struct = _array(self._shapes, field)
         before = None
         if self._initial is not None:
-            before = getattr(self._initial, name)
+            before = _array(self._initial, field)
             if before is None:
                 expected = "parameters that have it already"
                 hint = "load all experts anew"
-                raise ValueError(_checks.message(f"initial {name}", expected, None, hint))
-        shape = self._row_shapes[name].shape
+                name = f"initial.{'.'.join(field)}"
+                raise ValueError(_checks.message(name, expected, None, hint))
+        shape = _array(self._row_shapes, field).shape
         buffers = {
             (start, stop): _empty((stop - start, *shape[1:]), struct.dtype)
-            for start, stop in self._placement.ranges(name, struct.shape[0])
+            for start, stop in self._placement.ranges(field[0], struct.shape[0])
         }
         for shard in () if before is None else before.addressable_shards:
             start, stop, _ = shard.index[0].indices(struct.shape[0])
@@ -327,11 +337,14 @@ def _half(part: str, size: int) -> slice:
     return halves.get(part, slice(None))
 
 
-def _field(name: str, expert: int) -> str:
-    """The field of a routed expert's matrix, or of the shared expert's."""
-    if expert != SHARED:
-        return name
-    return {"w13_weight": "shared_l1_weight", "w2_weight": "shared_l2_weight"}[name]
+_Field = tuple[str, str]
+"""Part and name of a field, such as ``("routed", "w13_weight")``."""
+
+
+def _array(weights: ExpertWeights, field: _Field) -> Any:
+    """What the field holds; None without its part."""
+    part, name = field
+    return getattr(getattr(weights, part), name, None)
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

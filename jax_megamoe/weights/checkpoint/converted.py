@@ -9,10 +9,10 @@ place, and end the process where it is cut short.)
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -28,8 +28,9 @@ from jax_megamoe.weights.checkpoint.header import DTYPES, StoredTensor, read_hea
 from jax_megamoe.weights.folded_biases import unfold_biases
 from jax_megamoe.weights.layout import SGL_TILE, join_rows, split_rows
 from jax_megamoe.weights.params import (
-    ARRAY_FIELDS,
+    MATRIX_FIELDS,
     W13_ROWS,
+    ExpertMatrices,
     ExpertWeights,
     check_weights,
     default_layout,
@@ -37,6 +38,17 @@ from jax_megamoe.weights.params import (
 
 FILE_VERSION = 1
 """Changes when a kernel layout of the same name does."""
+
+_TENSORS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        **{name: ("routed", name) for name in MATRIX_FIELDS},
+        "shared_l1_weight": ("shared", "w13_weight"),
+        "shared_l1_weight_scale": ("shared", "w13_weight_scale"),
+        "shared_l2_weight": ("shared", "w2_weight"),
+        "shared_l2_weight_scale": ("shared", "w2_weight_scale"),
+    }
+)
+"""Part and field of each tensor: files of every release have these names."""
 
 _ALIGNMENT = 64
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -61,16 +73,18 @@ def save_experts(path: str | Path, config: ExpertSpec, weights: ExpertWeights) -
     """
     check_weights(config, weights)
     weights = unfold_biases(weights)
-    arrays = weights.arrays()
-    for name, array in arrays.items():
+    named = weights.arrays()
+    for name, array in named.items():
         if not array.is_fully_addressable:
-            expected = "an array whose shards are all on this process's devices"
+            expected = "an array with all shards on this process's devices"
             raise ValueError(_checks.message(f"weights.{name}", expected, array.sharding))
+    paths = {tensor: ".".join(field) for tensor, field in _TENSORS.items()}
+    arrays = {tensor: named[path] for tensor, path in paths.items() if path in named}
     shapes = {name: _file_shape(name, array, weights.layout) for name, array in arrays.items()}
     with replaced(Path(path)) as file:
         file.write(_header(_metadata(config, weights.layout), arrays, shapes))
         for name, array in arrays.items():
-            for block in _blocks(name, array):
+            for block in _blocks(paths[name], array):
                 file.write(np.ascontiguousarray(block).view(np.uint8).data)
 
 
@@ -115,17 +129,25 @@ def load_converted(
                 )
             )
     for name in tensors:
-        _checks.one_of(f"tensor in {path.name}", name, ARRAY_FIELDS)
-    structs: dict[str, Any] = {name: _struct(each, layout) for name, each in tensors.items()}
-    missing = {name: None for name in ("w13_weight", "w2_weight") if name not in tensors}
-    weights = ExpertWeights(**structs, **missing, format=config.weight_format.name, layout=layout)
+        _checks.one_of(f"tensor in {path.name}", name, _TENSORS)
+    structs = {name: _struct(each, layout) for name, each in tensors.items()}
     # Before a tensor is read.
-    check_weights(config, weights)
+    check_weights(config, _weights(structs, config, layout))
     placement = place(config, mesh, axis)
-    arrays: dict[str, Any] = {
-        name: _copied(each, placement, structs[name].shape) for name, each in tensors.items()
-    }
-    return replace(weights, **arrays)
+    arrays = {name: _copied(each, placement, structs[name].shape) for name, each in tensors.items()}
+    return _weights(arrays, config, layout)
+
+
+def _weights(tensors: Mapping[str, Any], config: ExpertSpec, layout: str) -> ExpertWeights:
+    """Parameters of what stands for each tensor of a file; None for a matrix that it lacks."""
+    parts: dict[str, dict[str, Any]] = defaultdict(dict)
+    for name, array in tensors.items():
+        part, field = _TENSORS[name]
+        parts[part][field] = array
+    lacking = dict(w13_weight=None, w2_weight=None)
+    matrices = {part: ExpertMatrices(**lacking | found) for part, found in parts.items()}
+    routed = matrices.get("routed", ExpertMatrices(**lacking))
+    return ExpertWeights(routed, matrices.get("shared"), config.weight_format.name, layout)
 
 
 def _struct(tensor: StoredTensor, layout: str) -> jax.ShapeDtypeStruct:
@@ -141,7 +163,7 @@ def _copied(tensor: StoredTensor, placement: Placement, shape: tuple[int, ...]) 
     def part(rows: tuple[int, int]) -> np.ndarray:
         return tensor.read_rows(*rows).reshape(-1, *shape[1:])
 
-    return placement.to_devices(tensor.name, shape, part)
+    return placement.to_devices(_TENSORS[tensor.name][0], shape, part)
 
 
 def _metadata(config: ExpertSpec, layout: str) -> dict[str, str]:

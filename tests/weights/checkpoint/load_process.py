@@ -42,7 +42,9 @@ def main() -> None:
     )
     mesh = Mesh(np.array(jax.devices()), ("ep",))
     weights = load_experts(config, checkpoint, prefix=prefix, mesh=mesh, axis="ep", progress=False)
-    shards = sorted(weights.w2_weight.addressable_shards, key=lambda shard: shard.index[0].start)
+    shards = sorted(
+        weights.routed.w2_weight.addressable_shards, key=lambda shard: shard.index[0].start
+    )
     held = b"".join(np.asarray(shard.data).tobytes() for shard in shards)
     print(read, hashlib.sha256(held).hexdigest())
 

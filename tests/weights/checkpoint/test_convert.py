@@ -84,7 +84,7 @@ def test_sizes_are_rounded_up(tmp_path: Path, rng: np.random.Generator) -> None:
     want = mm.load_experts(config, checkpoint, stored_sizes=(hidden, inter), **options)
     assert_same(mm.load_converted(path, config), want)
     [layer] = convert_checkpoint(checkpoint, path, **options, hidden_size=512)
-    assert mm.load_converted(path, layer.spec).w2_weight.shape == (E, 512, 192)
+    assert mm.load_converted(path, layer.spec).routed.w2_weight.shape == (E, 512, 192)
 
 
 def test_fp8_is_converted_as_it_is_loaded(tmp_path: Path, rng: np.random.Generator) -> None:

@@ -54,7 +54,7 @@ def test_saved_is_loaded(tmp_path: Path, rng: np.random.Generator, form: str) ->
         mesh = mesh_of(ranks)
         sharded = load_converted(str(path), config, mesh=mesh, axis="ep")
         assert_same(sharded, weights)
-        assert len(sharded.w2_weight.addressable_shards) == ranks
+        assert len(sharded.routed.w2_weight.addressable_shards) == ranks
         again = tmp_path / f"{ranks}.safetensors"
         save_experts(again, config, sharded)
         assert again.read_bytes() == path.read_bytes()
@@ -93,8 +93,7 @@ def test_any_sharding_is_written_whole(
         axes = [None if size % 8 else axis for axis, size in sizes]
         return jax.device_put(array, NamedSharding(mesh, P(*axes)))
 
-    arrays: dict[str, Any] = {name: sharded(each) for name, each in weights.arrays().items()}
-    save_experts(tmp_path / "sharded", config, replace(weights, **arrays))
+    save_experts(tmp_path / "sharded", config, jax.tree.map(sharded, weights))
     assert (tmp_path / "sharded").read_bytes() == path.read_bytes()
 
 
@@ -105,7 +104,24 @@ def test_other_tools_can_read_it(tmp_path: Path, rng: np.random.Generator) -> No
     save_experts(path, config, weights)
     with safe_open(path, "np") as file:
         assert file.metadata()["weight_format"] == "mxfp4"
-        np.testing.assert_array_equal(file.get_tensor("w2_weight"), weights.w2_weight)
+        np.testing.assert_array_equal(file.get_tensor("w2_weight"), weights.routed.w2_weight)
+
+
+def test_names_of_a_shared_expert_are_those_of_older_files(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    config = make_config("mxfp8", num_shared_experts=1)
+    weights = made(rng, config)
+    save_experts(tmp_path / "e", config, weights)
+    assert weights.shared is not None
+    with safe_open(tmp_path / "e", "np") as file:
+        assert set(file.keys()) == {
+            *("w13_weight", "w13_weight_scale", "w13_bias", "w2_weight", "w2_weight_scale"),
+            *("w2_bias", "shared_l1_weight", "shared_l1_weight_scale"),
+            *("shared_l2_weight", "shared_l2_weight_scale"),
+        }
+        scale = file.get_tensor("shared_l2_weight_scale")
+    np.testing.assert_array_equal(scale, weights.shared.w2_weight_scale)
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def test_mxfp4(tmp_path: Path, rng: np.random.Generator, dialect: str) -> None:
     config = make_config("mxfp4")
     weights = load(tmp_path, config, tensors)
     assert_values(config, weights, experts)
-    assert (weights.w13_bias is not None) == (dialect == "gpt_oss")
+    assert (weights.routed.w13_bias is not None) == (dialect == "gpt_oss")
     # Under 6 / 448 of their block's largest, E2M1's few values round alike: 4 to 3.857, -3.6 %.
     for form, step, gain in (
         ("mxfp8", 0.0, 0.0),
@@ -277,7 +277,7 @@ def test_nvfp4(tmp_path: Path, rng: np.random.Generator) -> None:
     modelopt = files.per_expert(experts) | _input_scales("input_scale", inputs)
     weights = load(tmp_path, config, modelopt)
     assert_values(config, weights, experts)
-    np.testing.assert_array_equal(np.asarray(weights.w2_input_scale), inputs)
+    np.testing.assert_array_equal(np.asarray(weights.routed.w2_input_scale), inputs)
     divisors = {
         part: each._replace(global_scale=1 / each.global_scale[:, None])
         for part, each in experts.items()
@@ -302,7 +302,7 @@ def _input_scales(suffix: str, values: np.ndarray) -> dict[str, np.ndarray]:
 def test_nvfp4_without_input_scales(tmp_path: Path, rng: np.random.Generator) -> None:
     config = make_config("nvfp4")
     weights = load(tmp_path, config, files.per_expert(files.nvfp4(rng, E, H, INTER)))
-    assert not np.asarray(weights.w2_input_scale).any()
+    assert not np.asarray(weights.routed.w2_input_scale).any()
 
 
 @pytest.mark.parametrize("names", [files.PROJ, W123])

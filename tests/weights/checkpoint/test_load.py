@@ -56,11 +56,11 @@ def test_other_axes_replicate(tmp_path: Path, rng: np.random.Generator) -> None:
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("dp", "ep"))
     weights = load(folder, config, mesh=mesh, axis="ep")
     assert_same(load(folder, config), weights)
-    assert weights.w13_weight.sharding == NamedSharding(mesh, PartitionSpec("ep"))
-    assert weights.shared_l1_weight.sharding.is_fully_replicated
+    assert weights.routed.w13_weight.sharding == NamedSharding(mesh, PartitionSpec("ep"))
+    assert weights.shared.w13_weight.sharding.is_fully_replicated
     both = load(folder, config, mesh=mesh, axis=("dp", "ep"))
     assert_same(weights, both)
-    assert {shard.data.shape[0] for shard in both.w2_weight.addressable_shards} == {1}
+    assert {shard.data.shape[0] for shard in both.routed.w2_weight.addressable_shards} == {1}
 
 
 def test_other_experts_are_not_read(
@@ -174,7 +174,7 @@ def test_reload_whole(rng: np.random.Generator, form: str, ranks: int | None) ->
     assert_same(first, load(a, config))
     third = reload_experts(config, second, a, prefix=PREFIX)
     assert_same(third, first)
-    assert third.w13_weight.sharding == first.w13_weight.sharding
+    assert third.routed.w13_weight.sharding == first.routed.w13_weight.sharding
 
 
 def test_reload_a_few_tensors(rng: np.random.Generator) -> None:
@@ -186,7 +186,7 @@ def test_reload_a_few_tensors(rng: np.random.Generator) -> None:
     assert_same(updated, load(a | some, config))
     only_up = {name: b[name] for name in b if ".5.up_proj" in name}
     untouched = reload_experts(config, weights, only_up, prefix=PREFIX)
-    assert untouched.w2_weight is weights.w2_weight
+    assert untouched.routed.w2_weight is weights.routed.w2_weight
 
 
 def test_reload_after_a_rebalance(rng: np.random.Generator) -> None:
@@ -217,7 +217,7 @@ def test_input_scales_are_every_experts(rng: np.random.Generator) -> None:
     tensors |= {f"{PREFIX}.{e}.down_proj.input_scale": inputs[e] for e in range(E)}
     for ranks in (1, 4):
         weights = load(tensors, make_config("nvfp4"), mesh=mesh_of(ranks), axis="ep")
-        np.testing.assert_array_equal(np.asarray(weights.w2_input_scale), inputs)
+        np.testing.assert_array_equal(np.asarray(weights.routed.w2_input_scale), inputs)
 
 
 def test_global_scale_of_zero_for_zero_weights(rng: np.random.Generator) -> None:
@@ -230,7 +230,7 @@ def test_global_scale_of_zero_for_zero_weights(rng: np.random.Generator) -> None
     tensors = files.per_expert(experts)
     tensors[f"{PREFIX}.3.gate_proj.weight_scale_2"] = np.float32(0)
     weights = load(tensors, make_config("nvfp4"))
-    scales = np.asarray(weights.w13_weight_scale_2)
+    scales = np.asarray(weights.routed.w13_weight_scale_2)
     assert scales[2] == 0
     assert scales[3] == experts["up"].global_scale[3]
 

@@ -49,5 +49,5 @@ def test_each_process_reads_its_own(tmp_path: Path, rng: np.random.Generator) ->
     assert list(map(int, read)) == [total // 2] * 2
     config = files.make_config("mxfp4", E, H, INTER)
     whole = load_experts(config, folder, prefix=PREFIX, progress=False)
-    halves = np.split(np.asarray(whole.w2_weight), 2)
+    halves = np.split(np.asarray(whole.routed.w2_weight), 2)
     assert list(held) == [hashlib.sha256(half.tobytes()).hexdigest() for half in halves]
