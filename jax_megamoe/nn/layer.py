@@ -123,9 +123,8 @@ class MegaMoE(nnx.Module):
         self.implementation = implementation
         specs = weights.partition_specs(axis) if spread is not None and axis is not None else None
         self.routed = MatrixVariables(weights.routed, specs and specs.routed, spread)
-        self.shared = None
-        if weights.shared is not None:
-            self.shared = MatrixVariables(weights.shared, specs and specs.shared, spread)
+        shared = weights.shared and MatrixVariables(weights.shared, specs and specs.shared, spread)
+        self.shared = shared
         if eplb is None and config.num_logical_experts is not None:
             eplb = initial_map(config)
         self.logical_to_physical: Any = None
