@@ -65,6 +65,9 @@ def test_rank_counts_and_tiles(stand_in, cell):
     [
         Cell("mxfp4", "sgl", activation="gpt_oss", biases=True, mask=True, stats=True),
         Cell("mxfp8", "sgl", activation="gpt_oss", biases=True, ranks=2, tokens=16, unrouted=0.2),
+        Cell("bf16", "sgl", activation="clamped", biases=True),
+        Cell("mxfp4", "vllm", activation="gpt_oss", biases=True, ranks=2, tokens=16, mask=True),
+        Cell("bf16", "vllm", activation="gpt_oss", biases=True, replicas=4, stats=True),
     ],
     ids=str,
 )
