@@ -22,8 +22,11 @@ CONSTANTS: Mapping[str, float] = MappingProxyType({"mxfp4": 2.0**-5, "mxfp8": 2.
 _EXACT = ("mxfp8", "bf16")
 """Activation formats that hold the constants exactly, whatever else is in the token."""
 
-_SIZES = 256
-"""Multiples of this are tried for hidden and intermediate size."""
+_HIDDEN_STEP, _INTER_STEP = 256, 128
+"""Sizes that are tried: the kernels' steps. A kernel with a larger one refuses those between."""
+
+_FURTHER = 512
+"""How far beyond the rounded sizes others are tried."""
 
 
 def unfoldable(config: ExpertSpec) -> Refusal | None:
@@ -60,9 +63,10 @@ def folded_sizes(
         hidden_size: of the model.
 
     Returns:
-        None where no sizes up to 512 larger do.
+        None where no sizes up to 512 beyond the rounded ones do.
     """
-    hiddens, inters = _rounded(config.hidden_size), _rounded(config.intermediate_size)
+    hiddens = _rounded(config.hidden_size, _HIDDEN_STEP)
+    inters = _rounded(config.intermediate_size, _INTER_STEP)
     for hidden, inter in itertools.product(hiddens, inters):
         wide = replace(config, hidden_size=hidden, intermediate_size=inter)
         if fits(wide, hidden_size) and not isinstance(
@@ -72,7 +76,7 @@ def folded_sizes(
     return None
 
 
-def _rounded(size: int) -> range:
+def _rounded(size: int, step: int) -> range:
     """Sizes that kernels may take, from `size` on."""
-    start = -(-size // _SIZES) * _SIZES
-    return range(start, start + 2 * _SIZES + 1, _SIZES)
+    start = -(-size // step) * step
+    return range(start, start + _FURTHER + 1, step)

@@ -99,7 +99,7 @@ def unchecked_record(inputs: Record) -> Record:
     launch = _launch(inputs)
     attributes = [[8, launch.config.smem]] if launch.config.smem else []
     return buffer_record(inputs) | {
-        "launches": [_launch_record(launch, inputs["rank"])],
+        "launches": [launch_record(launch, inputs["rank"])],
         "func_attrs": attributes,
     }
 
@@ -237,7 +237,7 @@ def _slice(name: str, layout: BufferLayout, provider: str) -> Record:
     return {"name": name, "dtype": None}
 
 
-def _launch_record(launch: KernelLaunch, rank: int) -> Record:
+def launch_record(launch: KernelLaunch, rank: int) -> Record:
     kernel, config = launch.kernel, launch.config
     attributes: list[Any] = [[4, list(config.cluster)]] if config.cluster != (1, 1, 1) else []
     if config.programmatic_serialization:
