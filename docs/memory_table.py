@@ -14,7 +14,7 @@ MODELS = {
     "Qwen3-Next-80B-A3B": dict(
         num_experts=512, top_k=10, hidden_size=2048, intermediate_size=512, num_shared_experts=1
     ),
-    "GPT-OSS-120B": dict(num_experts=128, top_k=4, hidden_size=3072, intermediate_size=3072),
+    "GPT-OSS-120B": dict(num_experts=128, top_k=4, hidden_size=3072, intermediate_size=2944),
     "DeepSeek-V3": dict(
         num_experts=256, top_k=8, hidden_size=7168, intermediate_size=2048, num_shared_experts=1
     ),
@@ -28,11 +28,12 @@ MODELS = {
         num_experts=384, top_k=8, hidden_size=7168, intermediate_size=2048, num_shared_experts=1
     ),
 }
-"""Sizes by model, from the models' published configs; GPT-OSS's 2880 filled up to 3072."""
+"""Sizes by model, from the models' published configs; GPT-OSS's 2880 filled up to what
+Blackwell's kernels take."""
 
 RANKS = (1, 8, 32, 64)
 TOKENS = (1024, 8192)
-_MOST_SM90_RANKS = 32
+_MOST_SM90_RANKS, _SM90_INTER_STEP = 32, 256
 
 
 def table() -> str:
@@ -63,8 +64,9 @@ def _parameters(sizes: dict[str, int], ranks: int, form: str) -> str:
 
 
 def _buffer(sizes: dict[str, int], ranks: int, form: str, device: str, tokens: int) -> str:
-    if form == "fp8_block" and ranks > _MOST_SM90_RANKS:
-        return "-"
+    if form == "fp8_block":  # sizes that Hopper's kernel refuses
+        if ranks > _MOST_SM90_RANKS or sizes["intermediate_size"] % _SM90_INTER_STEP:
+            return "-"
     plan = plan_mega_moe(_config(sizes, form, tokens), KNOWN_DEVICES[device], 0, ranks)
     return _megabytes(plan.buffer.num_bytes)
 

@@ -25,6 +25,8 @@ from jax_megamoe.formats import ActivationFormat as ActivationFormat
 from jax_megamoe.formats import Recipe as Recipe
 from jax_megamoe.formats import WeightFormat as WeightFormat
 from jax_megamoe.launch.deep_gemm import allocate_buffers as allocate_buffers
+from jax_megamoe.launch.folding_cost import FoldingCost as FoldingCost
+from jax_megamoe.launch.folding_cost import folding_cost as folding_cost
 from jax_megamoe.launch.runnable import check_supported as check_supported
 from jax_megamoe.op.exporting import register as _register_pytrees
 from jax_megamoe.op.mega_moe import mega_moe as mega_moe

@@ -208,8 +208,8 @@ class MoEConfig(ExpertSpec):
     """Sizes, format and activation of one MoE layer; the same on every rank.
 
     Attributes:
-        num_experts, hidden_size, intermediate_size, num_shared_experts, num_logical_experts,
-            shared_format: see `ExpertSpec`.
+        num_experts, hidden_size, intermediate_size: see `ExpertSpec`.
+        num_shared_experts, num_logical_experts, shared_format: see there.
         top_k: experts a token names, 1 to num_logical_experts.
         max_num_tokens: most tokens a rank passes in one call.
         weight_format: a `WeightFormat`, its name, or the name of a `Recipe`, which stands for both

@@ -54,7 +54,7 @@ ROOMS = {
     "launch": (
         "_checks compile config formats mesh numerics plan routing runtime symmetric_memory "
         "weights",
-        "launcher facts factors runnable measured deep_gemm grouped",
+        "launcher facts factors runnable measured folding_cost deep_gemm grouped",
     ),
     "op": (
         "_checks config formats launch mesh numerics plan routing symmetric_memory weights",

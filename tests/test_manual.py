@@ -98,6 +98,11 @@ def test_memory_table_is_what_its_script_prints() -> None:
     assert table in (DOCS / "memory.md").read_text(), "run docs/memory_table.py"
 
 
+def test_folding_table_is_what_its_script_prints() -> None:
+    table = runpy.run_path(str(DOCS / "folding_table.py"))["table"]()
+    assert table in (DOCS / "usage.md").read_text(), "run docs/folding_table.py"
+
+
 def figures(page: Path) -> list[set[str]]:
     """The words of each table row of a page that has a number with a point in it."""
     lines = docs_pages.prose(page).splitlines()

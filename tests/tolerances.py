@@ -36,9 +36,15 @@ AGREEMENT = {
 """Any implementation against `reference`, and `reference` against the NumPy oracle."""
 
 
-SECOND_BIASES = 5e-3
-"""Folded biases against a layer's own, in the norm: four experts' outputs are rounded to BF16 (rms
-0.0011 of each) without their biases instead of with them, and the sum once more."""
+BF16_ROUNDING = 2.0**-8
+"""The largest relative error of one rounding to BF16: half the last of 8 significant bits."""
+
+SECOND_BIASES = (5 / 3) ** 0.5 * BF16_ROUNDING
+"""Folded biases against a layer's own, in the norm. Five roundings differ: of each expert's output
+with its bias and, folded, without it; of their sum without biases; of both layers' outputs. An
+error is uniform within half the last bit: rms 1 / sqrt(3) of `BF16_ROUNDING` of a value that is a
+power of two, less of others. The squares of four experts' outputs, which are uncorrelated, sum to
+that of the layer's. So five errors of the output's norm: 0.0050."""
 
 KERNEL_AGREEMENT = {
     # Hopper's tensor cores drop the low bits of an FP8 sum (some 14 are kept), so more codes of the

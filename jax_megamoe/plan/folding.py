@@ -51,6 +51,11 @@ def fits(config: MoEConfig, hidden_size: int) -> bool:
     return config.hidden_size - hidden_size >= COLUMNS[config.weight_format.name]
 
 
+def kernel_sizes(config: MoEConfig, device: DeviceSpec, num_ranks: int) -> MoEConfig | None:
+    """`folded_sizes` of a layer without biases."""
+    return folded_sizes(config, device, num_ranks, 0)
+
+
 def folded_sizes(
     config: MoEConfig, device: DeviceSpec, num_ranks: int, hidden_size: int
 ) -> MoEConfig | None:

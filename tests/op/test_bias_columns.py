@@ -70,6 +70,32 @@ def test_the_first_biases_are_exact(form: str) -> None:
     assert (host(got) == host(want)).mean() > 0.999
 
 
+@pytest.mark.parametrize("form", FORMATS)
+def test_second_biases_are_rounded_as_stated(form: str) -> None:
+    """Element by element: what differs is five roundings to BF16 of known values."""
+    cfg, weights, _ = layer(form)
+    # Without first biases nothing else differs; the columns are 0 in both layers.
+    own = replace(weights, w13_bias=jnp.zeros_like(weights.w13_bias))
+    columns = mm.fold_biases(cfg, own)
+    plain = replace(own, w13_bias=None, w2_bias=None)
+    x, ids, factors = inputs(cfg)
+
+    def run(each: mm.ExpertWeights, chosen: jax.Array = ids) -> np.ndarray:
+        return host(mm.mega_moe(x, chosen, factors, each, config=cfg, implementation="reference"))
+
+    slots = np.arange(cfg.top_k)
+    outputs = np.stack([run(plain, jnp.where(slots == slot, ids, -1)) for slot in slots])
+    biases = np.asarray(factors)[..., None] * np.asarray(own.w2_bias)[np.asarray(ids)]
+    biases = np.where(np.asarray(ids)[..., None] >= 0, biases, 0).transpose(1, 0, 2)
+    got, want, without = run(columns), run(own), run(plain)
+    rounded = [*(outputs + biases), *outputs, without, got, want]
+    # Each value is known after its rounding: half a bit of that is at most 1 / (1 - 2^-8) more.
+    allowed = sum(np.abs(each) for each in rounded) * tolerances.BF16_ROUNDING * (1 + 2**-6)
+    different = np.abs(got - want)
+    assert different.max() > 0 and (different <= allowed).all()
+    assert cases.relative_error(got, want) <= tolerances.SECOND_BIASES
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_over_ranks_with_replicas_padding_and_stats(kind: AxisType) -> None:
     cfg, _, folded = layer("mxfp4", num_experts=16, num_logical_experts=8)
