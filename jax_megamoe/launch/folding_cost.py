@@ -1,6 +1,5 @@
 """What folded biases cost a layer: bytes of its parameters, operations of a token."""
 
-import math
 from dataclasses import dataclass
 
 import jax
@@ -69,19 +68,12 @@ def folding_cost(
     return FoldingCost(
         plain,
         folded,
-        plain_bytes=_matrix_bytes(plain),
-        folded_bytes=_matrix_bytes(folded) + second,
+        plain_bytes=parameter_shapes(plain).num_bytes,
+        folded_bytes=parameter_shapes(folded).num_bytes + second,
         plain_operations=_operations(plain),
         folded_operations=_operations(folded) + 2 * folded.num_experts * folded.hidden_size,
         gathered_bytes=second if num_ranks > 1 else 0,
     )
-
-
-def _matrix_bytes(config: MoEConfig) -> int:
-    """Of the routed experts' matrices and their scales."""
-    arrays = parameter_shapes(config).items()
-    kept = [each for name, each in arrays if name.startswith("w") and not name.endswith("_bias")]
-    return sum(math.prod(each.shape) * each.dtype.itemsize for each in kept)
 
 
 def _operations(config: MoEConfig) -> int:

@@ -75,9 +75,9 @@ def test_second_biases_are_rounded_as_stated(form: str) -> None:
     """Element by element: what differs is five roundings to BF16 of known values."""
     cfg, weights, _ = layer(form)
     # Without first biases nothing else differs; the columns are 0 in both layers.
-    own = replace(weights, w13_bias=jnp.zeros_like(weights.w13_bias))
+    own = weights.with_routed(w13_bias=jnp.zeros_like(weights.routed.w13_bias))
     columns = mm.fold_biases(cfg, own)
-    plain = replace(own, w13_bias=None, w2_bias=None)
+    plain = own.with_routed(w13_bias=None, w2_bias=None)
     x, ids, factors = inputs(cfg)
 
     def run(each: mm.ExpertWeights, chosen: jax.Array = ids) -> np.ndarray:
@@ -85,7 +85,7 @@ def test_second_biases_are_rounded_as_stated(form: str) -> None:
 
     slots = np.arange(cfg.top_k)
     outputs = np.stack([run(plain, jnp.where(slots == slot, ids, -1)) for slot in slots])
-    biases = np.asarray(factors)[..., None] * np.asarray(own.w2_bias)[np.asarray(ids)]
+    biases = np.asarray(factors)[..., None] * np.asarray(own.routed.w2_bias)[np.asarray(ids)]
     biases = np.where(np.asarray(ids)[..., None] >= 0, biases, 0).transpose(1, 0, 2)
     got, want, without = run(columns), run(own), run(plain)
     rounded = [*(outputs + biases), *outputs, without, got, want]
