@@ -18,14 +18,17 @@ from rich.table import Table
 
 from jax_megamoe._checks import described, message
 from jax_megamoe.cli.sources import cells, preferences
-from jax_megamoe.compile import Finding, describe_toolchain
+from jax_megamoe.compile import Finding, describe_toolchain, find_source
 from jax_megamoe.config import MoEConfig
-from jax_megamoe.formats import WEIGHT_FORMATS
+from jax_megamoe.formats import RECIPES
+from jax_megamoe.launch import grouped
 from jax_megamoe.launch.runnable import runnable
 from jax_megamoe.plan import plan_mega_moe
+from jax_megamoe.plan.grouped import humming
+from jax_megamoe.plan.grouped.layer import planned_arch
 from jax_megamoe.plan.refusal import Refusal
 from jax_megamoe.runtime import extension
-from jax_megamoe.runtime.devices import device_spec
+from jax_megamoe.runtime.devices import device_spec, spec_of
 
 _PACKAGES = ("jax-megamoe", "jax", "jaxlib", "flax", "cuda-bindings")
 
@@ -43,7 +46,7 @@ def print_report(console: Console, sizes: Mapping[str, Any], num_ranks: int) -> 
     Raises:
         ValueError: sizes that no layer has; see `MoEConfig`.
     """
-    configs = [MoEConfig(**sizes, weight_format=form) for form in WEIGHT_FORMATS.values()]
+    configs = [MoEConfig(**sizes, weight_format=recipe) for recipe in RECIPES]
     configs[0].experts_per_rank(num_ranks)
     found = Table("part", title="This machine")
     found.add_column("found", overflow="fold")
@@ -54,11 +57,18 @@ def print_report(console: Console, sizes: Mapping[str, Any], num_ranks: int) -> 
     console.print(found)
     console.print(preferences(cells()))
     what = ", ".join(f"{name} {size}" for name, size in sizes.items())
-    runs = Table("device", "format", "xla", "deep_gemm", title=f"{what}, {num_ranks} ranks")
+    runs = Table("device", "recipe", title=f"{what}, {num_ranks} ranks")
+    for name in ("deep_gemm", "grouped"):
+        runs.add_column(name, overflow="fold")
+    runs.caption = "xla runs all of them, on any device."
     for kind, device in kinds.items():
+        recipes: dict[tuple[str, str], list[str]] = {}
         for config in configs:
-            status = _shown(console, kernel_status(config, device, num_ranks))
-            runs.add_row(_shown(console, kind), config.weight_format.name, "runs", status)
+            both = kernel_status(config, device, num_ranks), grouped_status(config, device)
+            recipes.setdefault(both, []).append(config.recipe.name)
+        for both, names in recipes.items():
+            texts = (_shown(console, text) for text in both)
+            runs.add_row(_shown(console, kind), ", ".join(names), *texts)
         runs.add_section()
     console.print(runs if kinds else "No device: nothing runs.")
 
@@ -120,6 +130,21 @@ def kernel_status(config: MoEConfig, device: jax.Device, num_ranks: int) -> str:
     except Exception as error:
         return described(error)
     return f"{chosen.source}'s kernel, buffer of {plan.buffer.num_bytes / 1e6:.0f} MB on each rank"
+
+
+def grouped_status(config: MoEConfig, device: jax.Device) -> str:
+    """The layout that grouped products of a config read on the device, or why there are none."""
+    try:
+        spec = spec_of(device)
+        if isinstance(spec, Refusal):
+            return "needs a CUDA device"
+        layout = grouped.layout_of(config, planned_arch(spec.arch) or spec.arch)
+        if isinstance(layout, Refusal):
+            return layout.reason
+        find_source(humming.SOURCE)
+    except Exception as error:
+        return described(error)
+    return f"Humming's kernels, weights in {layout}"
 
 
 def _kind(device: jax.Device) -> str:

@@ -24,7 +24,8 @@ from jax_megamoe.cli.measurements import Measurements
 from jax_megamoe.cli.sources import print_fetched, print_sources
 from jax_megamoe.compile import DISTRIBUTIONS, BuildError
 from jax_megamoe.config import Activation, MoEConfig
-from jax_megamoe.formats import WEIGHT_FORMATS
+from jax_megamoe.formats import RECIPES, WEIGHT_FORMATS
+from jax_megamoe.launch.runnable import in_recipe_with_kernel
 from jax_megamoe.runtime.devices import KNOWN_DEVICES, device_spec, known_device
 from jax_megamoe.weights.checkpoint.convert import convert_checkpoint
 
@@ -159,7 +160,7 @@ _SOURCES = {
 def compile(parser: argparse.ArgumentParser) -> Run:
     """Compile kernels into the cache before anything runs, for a layer and token counts."""
     _add_sizes(parser, Shape(64, 8, 2048, 1024, 4096), but=("tokens",))
-    _add_formats(parser, ["fp8_block"])
+    _add_formats(parser, ["fp8_block"], list(RECIPES))
     parser.add_argument(
         "--tokens", type=int, nargs="+", required=True, help="rows of a rank's call"
     )
@@ -169,7 +170,9 @@ def compile(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument("--activation", default="swiglu", choices=("swiglu", "situ"))
     for name in ("clamp", "alpha", "beta"):
         parser.add_argument(f"--{name}", type=float, help="of the activation")
-    parser.add_argument("--kernel-source", choices=("sgl", "vllm"), help="where kernels come from")
+    parser.add_argument(
+        "--kernel-source", choices=("sgl", "vllm", "flashinfer"), help="where kernels come from"
+    )
     parser.add_argument("--reserved-sms", type=int, default=0, help="left to other kernels (0)")
     parser.add_argument(
         "--device",
@@ -191,7 +194,7 @@ def compile(parser: argparse.ArgumentParser) -> Run:
             MoEConfig(
                 **sizes,
                 max_num_tokens=arguments.max_tokens,
-                weight_format=WEIGHT_FORMATS[name],
+                weight_format=name,
                 activation=activation,
                 num_shared_experts=arguments.shared_experts,
                 kernel_source=arguments.kernel_source,
@@ -204,6 +207,11 @@ def compile(parser: argparse.ArgumentParser) -> Run:
             device = device_spec(jax.local_devices()[0], reserved)
         else:
             device = known_device(arguments.device, reserved)
+        for index, config in enumerate(configs):
+            taken = in_recipe_with_kernel(config, device, arguments.ranks)
+            if taken is not config:
+                sys.stdout.write(f"{config.recipe.name} weights run as {taken.recipe.name} there\n")
+            configs[index] = taken
         specs = kernels(configs, device, arguments.tokens, arguments.ranks)
         return 0 if compile_ahead(specs, Console()) else 1
 
@@ -341,9 +349,10 @@ def _sizes(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _add_formats(
-    parser: argparse.ArgumentParser, default: Sequence[str] = tuple(WEIGHT_FORMATS)
+    parser: argparse.ArgumentParser,
+    default: Sequence[str] = tuple(WEIGHT_FORMATS),
+    names: Sequence[str] = tuple(WEIGHT_FORMATS),
 ) -> None:
-    names = list(WEIGHT_FORMATS)
     parser.add_argument(
         "--formats",
         nargs="+",

@@ -112,9 +112,11 @@ class Nvrtc:
             self._nvrtc: Any = importlib.import_module("cuda.bindings.nvrtc")
             major, minor = self._call("nvrtcVersion")
         except (ImportError, RuntimeError) as error:
-            # cuda-bindings' loader raises a RuntimeError where libnvrtc is not found.
+            # cuda-bindings' loader raises a RuntimeError where libnvrtc is not found, with a line
+            # for each place that it looked in.
+            expected = "cuda-bindings and nvidia-cuda-nvrtc"
             raise MissingDependency(
-                message("nvrtc", "cuda-bindings and nvidia-cuda-nvrtc", str(error), CUDA_EXTRA)
+                message("nvrtc", expected, str(error).split(":", maxsplit=1)[0], CUDA_EXTRA)
             ) from error
         if (major, minor) < MINIMUM_CUDA:
             expected = "NVRTC {}.{} or newer".format(*MINIMUM_CUDA)

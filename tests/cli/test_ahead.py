@@ -78,3 +78,19 @@ def test_the_command_needs_a_device(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["compile", "--tokens", "8"]) == 2
     want = "compile: error: device: expected a CUDA device for implementation deep_gemm, got cpu"
     assert want in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [("mxfp4", "mxfp4 weights run as mxfp4_block there\n"), ("mxfp4_block", ""), ("fp8_block", "")],
+)
+def test_4_bit_weights_on_hopper(
+    form: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the recipe that a block takes there."""
+    taken: list[KernelSpec] = []
+    monkeypatch.setattr(cli, "compile_ahead", lambda specs, _: taken.extend(specs) or True)
+    assert cli.main([*COMMAND, "--formats", form]) == 0
+    assert capsys.readouterr().out == said
+    symbol = "sm90_fp8_mega_moe_impl" if form == "fp8_block" else "sm90_mxfp4_mega_moe_fused_impl"
+    assert [spec.symbol for spec in taken] == ["stage_tokens", symbol]

@@ -59,6 +59,20 @@ def test_the_first_source_found(
     assert doctor.kernel_status(config, KNOWN_DEVICES["b200"], 1).startswith(expected)
 
 
+def test_grouped_products(found: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layout by activations; what is missing where the source or a device is."""
+    monkeypatch.setattr(doctor, "spec_of", lambda device: device)
+
+    def status(recipe: str, device: str = "h200") -> str:
+        config = MoEConfig(**SIZES, max_num_tokens=128, weight_format=recipe)
+        return doctor.grouped_status(config, KNOWN_DEVICES[device])
+
+    assert "expected the distribution humming-kernels" in status("mxfp4_block")
+    monkeypatch.setattr(doctor, "find_source", lambda name: None)
+    assert status("mxfp4_block") == "Humming's kernels, weights in humming_fp8"
+    assert "implementation grouped: expected" in status("bf16", "b200")
+
+
 def report(encoding: str = "utf-8") -> str:
     """What `doctor` prints, its lines as long as they come."""
     file = io.TextIOWrapper(io.BytesIO(), encoding)

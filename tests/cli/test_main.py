@@ -9,6 +9,7 @@ from command_line import RUN, TINY, run
 from jax_megamoe.cli.bench import Shape, bench_cpu
 from jax_megamoe.cli.bench_load import LoadShape, bench_load
 from jax_megamoe.cli.main import COMMANDS, main
+from jax_megamoe.formats import RECIPES
 
 SMALL_BENCH = TINY.replace("--ranks 2 ", "")
 
@@ -107,7 +108,9 @@ def test_doctor_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert done.returncode == 0, done.stderr
     words = " ".join(re.sub("[│┃]", " ", done.stdout).split())
     assert "1 x cpu" in words
-    for form in ("mxfp4", "mxfp8", "nvfp4", "bf16", "fp8_block"):
-        assert f"cpu {form} runs device: expected a CUDA device for" in words
+    assert "recipe deep_gemm grouped" in words and "xla runs all of them" in words
+    for recipe in RECIPES:
+        assert recipe in words[words.index("recipe deep_gemm") :]
+    assert words.count("device: expected") == words.count("needs a CUDA device") == 1
     assert "compile policy auto" in words
     assert "mxfp4 none, mxfp8 any alpha, beta vllm" in words
