@@ -46,7 +46,7 @@ def print_report(console: Console, sizes: Mapping[str, Any], num_ranks: int) -> 
     Raises:
         ValueError: sizes that no layer has; see `MoEConfig`.
     """
-    configs = [MoEConfig(**sizes, weight_format=recipe) for recipe in RECIPES]
+    configs = [MoEConfig(**{**sizes, "weight_format": recipe}) for recipe in RECIPES]
     configs[0].experts_per_rank(num_ranks)
     found = Table("part", title="This machine")
     found.add_column("found", overflow="fold")

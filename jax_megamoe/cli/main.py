@@ -192,9 +192,8 @@ def compile(parser: argparse.ArgumentParser) -> Run:
         sizes.pop("num_tokens")
         configs = [
             MoEConfig(
-                **sizes,
+                **sizes | {"weight_format": name},
                 max_num_tokens=arguments.max_tokens,
-                weight_format=name,
                 activation=activation,
                 num_shared_experts=arguments.shared_experts,
                 kernel_source=arguments.kernel_source,
