@@ -46,7 +46,8 @@ def print_report(console: Console, sizes: Mapping[str, Any], num_ranks: int) -> 
     Raises:
         ValueError: sizes that no layer has; see `MoEConfig`.
     """
-    configs = [MoEConfig(**{**sizes, "weight_format": recipe}) for recipe in RECIPES]
+    fields: list[dict[str, Any]] = [{**sizes, "weight_format": recipe} for recipe in RECIPES]
+    configs = [MoEConfig(**each) for each in fields]
     configs[0].experts_per_rank(num_ranks)
     found = Table("part", title="This machine")
     found.add_column("found", overflow="fold")
