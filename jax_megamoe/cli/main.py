@@ -190,16 +190,18 @@ def compile(parser: argparse.ArgumentParser) -> Run:
         )
         sizes = _sizes(arguments)
         sizes.pop("num_tokens")
+        recipes: list[dict[str, Any]] = [{"weight_format": name} for name in _formats(arguments)]
         configs = [
             MoEConfig(
-                **sizes | {"weight_format": name},
+                **sizes,
+                **recipe,
                 max_num_tokens=arguments.max_tokens,
                 activation=activation,
                 num_shared_experts=arguments.shared_experts,
                 kernel_source=arguments.kernel_source,
                 reserved_sms=arguments.reserved_sms,
             )
-            for name in _formats(arguments)
+            for recipe in recipes
         ]
         reserved = arguments.reserved_sms
         if arguments.device is None:
