@@ -1,10 +1,13 @@
 """Compiles each kernel family of a source with both compilers and writes what came of it.
 
     python benchmarks/compile_table.py --source sgl --output benchmarks/results/compile_sgl.md
+    python benchmarks/compile_table.py --model gpt-oss --source sgl \\
+        --output benchmarks/results/compile_gpt_oss_sgl.md
 
 One kernel at a time, each from nothing: every format, activation and precision of a fused shared
 expert that the source's kernels have. The shape is DeepSeek-V3's over 8 ranks; 1 and 4096 tokens
-give the lowest and the highest tile.
+give the lowest and the highest tile. ``--model gpt-oss`` takes GPT-OSS-120B and 20B instead, their
+own activation, in the formats that hold their biases.
 """
 
 import argparse
@@ -27,6 +30,7 @@ from jax_megamoe.config import Activation, MoEConfig
 from jax_megamoe.formats import RECIPES
 from jax_megamoe.plan import plan_mega_moe
 from jax_megamoe.plan.device import DeviceSpec
+from jax_megamoe.plan.folding import COLUMNS as COLUMNS_OF_BIAS
 from jax_megamoe.plan.launch import KernelLaunch, parameter_block
 
 NUM_RANKS = 8
@@ -55,6 +59,25 @@ SHAPES = {
 }
 """DeepSeek-V3's; and, for FlashInfer's source alone, an intermediate size over half the hidden
 size, which its kernels take under a macro."""
+
+
+GPT_OSS = {
+    f"GPT-OSS-{model}": dict(num_experts=experts, top_k=4, hidden_size=3072, intermediate_size=2944)
+    for model, experts in (("120B", 128), ("20B", 32))
+}
+"""As a block fills its sizes up and folds its biases (`plan/folding.py`)."""
+
+
+def gpt_oss_cases(source: str) -> Iterator[tuple[str, MoEConfig]]:
+    """The larger model in every format that holds biases, the smaller in its stored one."""
+    for (model, shape), form in product(GPT_OSS.items(), COLUMNS_OF_BIAS):
+        if model == "GPT-OSS-120B" or form == "mxfp4":
+            activation = ACTIVATIONS["alpha and beta"]
+            moe = MoEConfig(
+                **shape, max_num_tokens=max(TOKENS), weight_format=form, activation=activation,
+                kernel_source=source,
+            )  # fmt: skip
+            yield f"{form}, {model}", moe
 
 
 def cases(source: str) -> Iterator[tuple[str, MoEConfig]]:
@@ -93,10 +116,10 @@ class Planned:
     launch: KernelLaunch
 
 
-def planned(source: str) -> Iterator[Planned]:
+def planned(source: str, model: str) -> Iterator[Planned]:
     """Every distinct kernel of the cases, for each architecture."""
     seen: set[object] = set()
-    for case, moe in cases(source):
+    for case, moe in (gpt_oss_cases if model == "gpt-oss" else cases)(source):
         for num_tokens, device in product(TOKENS, (SM90, SM100)):
             try:
                 plan = plan_mega_moe(moe, device, num_tokens, NUM_RANKS, source)
@@ -139,14 +162,15 @@ def row(item: Planned, compiler: Compiler, cache: KernelCache) -> tuple[list[str
     return start + values, kernel.parameters == parameter_block(item.launch)
 
 
-def table(source: str, output: Path) -> None:
+def table(source: str, output: Path, model: str) -> None:
     """Compiles everything and writes the table."""
     compilers = list(installed())
+    option = f" --model {model}" if model else ""
     lines: list[str] = []
     num_equal = 0
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
-        for item in planned(source):
+        for item in planned(source, model):
             for compiler in compilers:
                 cells, equal = row(item, compiler, KernelCache(Path(folder)))
                 num_equal += equal
@@ -155,7 +179,7 @@ def table(source: str, output: Path) -> None:
     text = [
         f"# Kernels of {source} {find_source(source).version}, compiled from wheels",
         "",
-        f"    python benchmarks/compile_table.py --source {source} --output {output}",
+        f"    python benchmarks/compile_table.py{option} --source {source} --output {output}",
         "",
         *(f"- {compiler.name} {compiler.version}" for compiler in compilers),
         f"- wheels: {wheels()}",
@@ -196,5 +220,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--source", default="sgl", choices=ARCHS)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/compile_sgl.md"))
+    parser.add_argument("--model", default="", choices=("", "gpt-oss"))
     arguments = parser.parse_args()
-    table(arguments.source, arguments.output)
+    table(arguments.source, arguments.output, arguments.model)

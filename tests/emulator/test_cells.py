@@ -77,6 +77,13 @@ def test_folded_biases(stand_in, cell):
     cells.check(cell, stand_in)
 
 
+def test_folded_biases_in_a_layer_as_wide_as_gpt_oss(stand_in):
+    """The hidden and intermediate size that a block of GPT-OSS has; few experts."""
+    needs("sgl")
+    sizes = dict(hidden=3072, intermediate=2944, experts=4, top_k=4, tokens=2, num_sms=8)
+    cells.check(Cell("mxfp4", "sgl", activation="gpt_oss", biases=True, **sizes), stand_in)
+
+
 def test_calls_of_several_sizes_on_one_buffer_as_a_graphs_replays(stand_in):
     needs("sgl")
     outcomes = cells.reuse(Cell("mxfp4", "sgl", ranks=2, grid_id=77), stand_in)
