@@ -1,8 +1,7 @@
 """Cells: calls of `mega_moe` by the kernels on the emulator, and how far they are from `reference`.
 
 A cell says what differs from the smallest call. `families` lists kernel sources with the formats
-that they have; `accepted` are README's cells, one call each; `varied` are a family's calls over
-ranks, token counts, tile heights, routings and orders of execution.
+that they have; `accepted` are README's cells, one call each. `grid.py` varies them.
 """
 
 import dataclasses
@@ -21,10 +20,14 @@ import jax_megamoe as mm
 from emulator.planned import Buffers
 from emulator.standing_in import StandIn, standing_in
 from jax_megamoe import check_supported
+from jax_megamoe.launch import grouped
 from jax_megamoe.plan import check_sizes
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.families import sources
+from jax_megamoe.plan.refusal import Refusal
 
+GROUPED = "humming"
+"""The source of implementation ``grouped``."""
 SHORT = {"clamped": "clamped swiglu", "gpt_oss": "GPT-OSS's swiglu"}
 
 
@@ -33,7 +36,8 @@ class Cell:
     """One call.
 
     Attributes:
-        form, source: of the weights and the kernel.
+        form, source: of the weights and the kernel; `GROUPED` are the grouped products.
+        arch: compute capability times ten; 0: of the source's kernel.
         activation: a key of `cells_table.ACTIVATIONS`.
         shared: precision of a fused shared expert, or "".
         tokens: rows of each rank.
@@ -41,7 +45,7 @@ class Cell:
         unrouted: share of ids that are -1.
         idle_experts, idle_ranks: experts that nobody chooses; ranks whose rows choose none.
         mask: a third of the rows is padding.
-        biases: of both matmuls, folded; the model is 64 columns less wide.
+        biases: of both matmuls; the mega kernels' are folded, the model is 64 columns less wide.
         replicas: experts beyond the logical ones, in a map given with the call.
         delay, seed, grid_id: of the machine.
     """
@@ -72,11 +76,17 @@ class Cell:
     seed: int = 1
     grid_id: int = 0
     smid_offset: int = 0
+    arch: int = 0
 
     @property
     def device(self) -> DeviceSpec:
         """The device that the call is planned for."""
-        return DeviceSpec(_architecture(self.form, self.source), self.num_sms)
+        return DeviceSpec(self.arch or _architecture(self.form, self.source), self.num_sms)
+
+    @property
+    def implementation(self) -> str:
+        """As `mega_moe` names it."""
+        return "grouped" if self.source == GROUPED else "deep_gemm"
 
     def config(self) -> mm.MoEConfig:
         """The layer. Raises ValueError for sizes that no config has."""
@@ -88,7 +98,7 @@ class Cell:
             intermediate_size=self.intermediate,
             max_num_tokens=self.max_tokens or max(32, self.tokens),
             weight_format=self.form,
-            kernel_source=self.source,
+            kernel_source=None if self.source == GROUPED else self.source,
             activation=ACTIVATIONS[SHORT.get(self.activation, self.activation)],
             num_shared_experts=self.num_shared if self.shared else 0,
             shared_format=self.shared or None,
@@ -98,6 +108,9 @@ class Cell:
 
     def refusal(self) -> str:
         """Why the product refuses the call; empty if it does not."""
+        if self.source == GROUPED:
+            layout = grouped.layout_of(self.config(), self.device.arch)
+            return str(layout) if isinstance(layout, Refusal) else ""
         left = dataclasses.replace(
             self.device, num_sms=self.num_sms - self.reserved_sms, reserved_sms=self.reserved_sms
         )
@@ -153,10 +166,12 @@ class CellFailure(AssertionError):
     """The kernel's output is not the cell's."""
 
 
-def limit(cell: Cell) -> tolerances.Agreement:
-    """How far a cell may be from `reference`."""
+def limit(cell: Cell, block_m: int) -> tolerances.Agreement:
+    """How far a cell may be from `reference` in tiles of `block_m` rows."""
+    if cell.source == GROUPED:
+        return tolerances.EMULATED_GROUPED[cell.form]
     if cell.device.arch == 90:  # whose FP8 sums the emulator cuts as an H200 does
-        return tolerances.KERNEL_AGREEMENT["fp8_block"]
+        return tolerances.kernel_agreement(cell.form, block_m)
     return tolerances.EMULATED[cell.form]
 
 
@@ -171,12 +186,17 @@ def _inputs(cell: Cell) -> dict[str, Any]:
     routed[np.isin(routed, cell.idle_experts)] = -1
     for rank in cell.idle_ranks:
         routed[rank * cell.tokens : (rank + 1) * cell.tokens] = -1
+    weights = cases.weights(config, biased=cell.biases and cell.source == GROUPED)
     arguments: dict[str, Any] = dict(
-        x=x, topk_ids=jnp.asarray(routed), topk_weights=factors, weights=cases.weights(config)
+        x=x, topk_ids=jnp.asarray(routed), topk_weights=factors, weights=weights
     )
-    if cell.biases:
+    if cell.biases and cell.source != GROUPED:
         filled_up = cases.filled_up(config, cell.hidden - 64)
         arguments["weights"] = mm.fold_biases(config, filled_up)
+    if cell.source == GROUPED:
+        layout = grouped.layout_of(config, cell.device.arch)
+        assert isinstance(layout, str)
+        arguments["weights"] = mm.to_layout(weights, layout)
     if cell.mask:
         arguments["padding_mask"] = jnp.asarray(rng.random(num_tokens) < 0.33)
     if cell.stats:
@@ -187,7 +207,13 @@ def _inputs(cell: Cell) -> dict[str, Any]:
     return arguments
 
 
-def call(cell: Cell, implementation: str = "deep_gemm") -> Any:
+def forget() -> None:
+    """Drops inputs and weights of earlier cells."""
+    _inputs.cache_clear()
+    cases.weights.cache_clear()
+
+
+def call(cell: Cell, implementation: str) -> Any:
     """The cell's call of `mega_moe`, over a mesh where there are several ranks."""
     arguments = _inputs(cell)
     if cell.ranks > 1:
@@ -211,7 +237,7 @@ def execute(cell: Cell, stand_in: StandIn, buffers: Buffers | None = None) -> Ou
                     smid_offset=cell.smid_offset,
                     # FlashInfer's kernels count on lanes that diverged to meet again at once.
                     diverge=cell.source != "flashinfer")  # fmt: skip
-    got = stand_in.run(lambda: call(cell), buffers=buffers, settings=settings)
+    got = stand_in.run(lambda: call(cell, cell.implementation), buffers=buffers, settings=settings)
     want = _reference(cell)
     if cell.stats:
         if not np.array_equal(got[1], want[1]):
@@ -236,15 +262,17 @@ def _compared(cell: Cell, got: np.ndarray, want: np.ndarray, stand_in: StandIn) 
     if not np.isfinite(got.astype(np.float32)).all():
         raise CellFailure(f"{cell}: not finite")
     rows = [cases.relative_error(g, w) for g, w in zip(got, want, strict=True)]
-    run = stand_in.last
+    runs = [*(run for _, run in stand_in.alone), stand_in.last]
+    plans = [plan for plan, _ in stand_in.alone] + [c.plan for c in stand_in.captured.values()]
+    machines = [run.machine for run in runs if run]
     names = ("shared", "tensor", "global")
     return Outcome(
         error=cases.relative_error(got, want),
         worst=max(rows, default=0.0),
         equal=float((got == want).mean()) if got.size else 1.0,
-        block_m=stand_in.captured[0].plan.block_m if run else 0,
-        executed=run.machine.count("executed") if run else 0,
-        uninitialised=sum(run.machine.count(f"uninitialised_{n}") for n in names) if run else 0,
+        block_m=max((plan.block_m for plan in plans), default=0),
+        executed=sum(machine.count("executed") for machine in machines),
+        uninitialised=sum(m.count(f"uninitialised_{n}") for m in machines for n in names),
     )
 
 
@@ -254,7 +282,8 @@ def check(cell: Cell, stand_in: StandIn, buffers: Buffers | None = None) -> Outc
     Raises:
         EmulatorError, CellFailure: the kernel is wrong.
     """
-    outcome, allowed = execute(cell, stand_in, buffers), limit(cell)
+    outcome = execute(cell, stand_in, buffers)
+    allowed = limit(cell, outcome.block_m)
     if outcome.error > allowed.norm or outcome.worst > allowed.token:
         raise CellFailure(f"{cell}: {outcome}, allowed {allowed}")
     return outcome
@@ -283,39 +312,6 @@ def accepted() -> Iterator[Cell]:
                     yield cell
 
 
-def varied(form: str, source: str) -> Iterator[Cell]:
-    """A family's calls that differ in anything but activation and shared expert."""
-    cell = functools.partial(Cell, form, source)
-    shared = next(iter(mm.RECIPES[form].shared_formats), "")
-    found = [
-        *(cell(tokens=t, max_tokens=130) for t in (0, 1, 7, 130)),
-        # Tile heights grow with the tokens of an expert.
-        *(cell(experts=2, tokens=t) for t in (64, 300)),
-        cell(ranks=2, tokens=32, mask=True, stats=True, unrouted=0.2),
-        cell(ranks=4, replicas=4, stats=True, idle_ranks=(0, 2), idle_experts=(0, 1)),
-        cell(ranks=8, tokens=9),
-        cell(ranks=2, experts=2, tokens=300),
-        cell(unrouted=1.0),
-        cell(delay=0.9, seed=2),
-        *(cell(ranks=2, tokens=32, delay=d, seed=s) for d, s in ((0.5, 4), (0.98, 6))),
-        cell(experts=6, top_k=3, hidden=1024, intermediate=512, num_sms=8),
-        cell(intermediate=384),
-        cell(fast_math=False),
-        cell(reserved_sms=2, num_sms=8, smid_offset=2),
-        cell(max_tokens=7000, tokens=100),
-    ]
-    if shared:
-        found.append(cell(shared=shared, num_shared=2, ranks=2, mask=True, stats=True))
-    for each in found:
-        if not each.refusal():
-            yield each
-
-
-def large(form: str, source: str) -> Cell:
-    """Hidden size 7168 and intermediate size 2048, few experts."""
-    return Cell(form, source, experts=4, hidden=7168, intermediate=2048, tokens=8, num_sms=8)
-
-
 def reuse(cell: Cell, stand_in: StandIn) -> list[Outcome]:
     """Calls of several sizes on one symmetric buffer, garbage where a call must write first.
 
@@ -334,5 +330,5 @@ def reuse(cell: Cell, stand_in: StandIn) -> list[Outcome]:
     return outcomes
 
 
-__all__ = ["Cell", "CellFailure", "Outcome", "accepted", "check", "execute", "families", "large",
-           "limit", "reuse", "standing_in", "varied"]  # fmt: skip
+__all__ = ["Cell", "CellFailure", "Outcome", "accepted", "check", "execute", "families", "forget",
+           "limit", "reuse", "standing_in"]  # fmt: skip

@@ -15,6 +15,7 @@ import numpy as np
 from emulator.machine import EmulatorError, Launch, Machine, aligned, encode_tensor_map
 from emulator.toolchain import ptx_of
 from jax_megamoe.plan.launch import (
+    Bool,
     Fill,
     Float32,
     KernelArgument,
@@ -40,7 +41,7 @@ def cleared_bytes(layout: BufferLayout) -> int:
     """What must be zero at a buffer's start before the first launch: all before the tokens."""
     if "signals" in layout:
         return layout["signals"].num_bytes
-    return min(region.offset for name, region in layout.regions if name == "x")
+    return layout["x"].offset if "x" in layout else 0  # grouped products have none
 
 
 class Buffers:
@@ -48,7 +49,7 @@ class Buffers:
 
     def __init__(self, layout: BufferLayout, num_ranks: int) -> None:
         self.cleared = cleared_bytes(layout)
-        self.arrays = [aligned(layout.num_bytes, 1024, GARBAGE) for _ in range(num_ranks)]
+        self.arrays = [aligned(max(16, layout.num_bytes), 1024, GARBAGE) for _ in range(num_ranks)]
         for array in self.arrays:
             array[: self.cleared] = 0
 
@@ -108,12 +109,14 @@ class Rank:
         """The results.
 
         Raises:
-            EmulatorError: a byte of one was never written.
+            EmulatorError: a byte of one that is no scratch was never written.
         """
+        scratch = {name for name, *_ in self.plan.scratch}
         out = {}
         for name, (shape, dtype) in self._results.items():
             size = int(np.prod(shape)) * dtype.itemsize
-            unwritten = machine.first_unwritten(self.arrays[name]) if size else -1
+            whole = size and name not in scratch
+            unwritten = machine.first_unwritten(self.arrays[name]) if whole else -1
             if unwritten >= 0:
                 text = f"rank {self.index}: byte {unwritten} of result {name} was never written"
                 raise EmulatorError(text)
@@ -142,10 +145,9 @@ class Rank:
                 return bytes(8)
             case Pointer(operand=Operand() as operand):
                 return struct.pack("<Q", self._at(operand))
-            case Uint32(value=value):
-                return struct.pack("<I", value)
-            case Float32(value=value):
-                return struct.pack("<f", value)
+            case Bool() | Uint32() | Float32():
+                form = {Bool: "<?", Uint32: "<I", Float32: "<f"}[type(argument)]
+                return struct.pack(form, argument.value)
             case SymmetricBuffer():
                 own = bases[self.index]
                 offsets = [base - own for base in bases] + [0] * (MAX_RANKS - len(bases))

@@ -7,12 +7,12 @@ record of the same kernels are not run again, so an interrupted run goes on; wit
 families are done. It takes about an hour on two cores, most of it nvcc's.
 """
 
+import argparse
 import dataclasses
-import itertools
+import functools
 import json
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-from emulator import cells  # noqa: E402 (devices are counted first)
+from emulator import cells, grid  # noqa: E402 (devices are counted first)
 from emulator.build import library_path  # noqa: E402
 from emulator.cells import Cell  # noqa: E402
 from emulator.machine import EmulatorError  # noqa: E402
@@ -28,17 +28,8 @@ from emulator.ptx import PtxError  # noqa: E402
 from emulator.standing_in import StandIn  # noqa: E402
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-RECORDS, PAGE = RESULTS / "emulated.json", RESULTS / "emulated.md"
 
 Record = dict[str, Any]
-
-
-def table(families: list[tuple[str, str]]) -> Iterator[Cell]:
-    """All cells of these families: README's first, then one of each family in turn."""
-    yield from (cell for cell in cells.accepted() if (cell.form, cell.source) in families)
-    others = [[*cells.varied(*family), cells.large(*family)] for family in families]
-    for row in itertools.zip_longest(*others):
-        yield from filter(None, row)
 
 
 def record(cell: Cell, stand_in: StandIn) -> Record:
@@ -46,11 +37,30 @@ def record(cell: Cell, stand_in: StandIn) -> Record:
     start = time.perf_counter()
     fields: Record = {"cell": str(cell), "form": cell.form, "source": cell.source}
     fields |= {"activation": cell.activation, "shared": cell.shared, "ranks": cell.ranks}
+    fields |= {"tokens": cell.tokens}
     try:
         fields |= dataclasses.asdict(cells.check(cell, stand_in))
     except (EmulatorError, PtxError, cells.CellFailure) as error:
         fields["wrong"] = str(error).splitlines()[0]
     return fields | {"seconds": round(time.perf_counter() - start, 1)}
+
+
+def records(
+    families: list[tuple[str, str]], groups: bool, stand_in: StandIn
+) -> Iterator[tuple[str, Callable[[], Record]]]:
+    """Names of all records of these families and, if asked for, of the grouped products, and what
+    makes each.
+
+    README's cells come first, then buffers used again, then the grid, one call of each family in
+    turn: what a run has at any time is a fair part of the whole.
+    """
+    for cell in (*grid.plain(families), *(grid.grouped() if groups else ())):
+        yield str(cell), functools.partial(record, cell, stand_in)
+    for family in families:
+        name = f"{Cell(*family, ranks=2, grid_id=77)}: five calls on one buffer"
+        yield name, functools.partial(reused, *family, stand_in)
+    for cell in grid.mixed(families):
+        yield str(cell), functools.partial(record, cell, stand_in)
 
 
 def reused(form: str, source: str, stand_in: StandIn) -> Record:
@@ -108,31 +118,50 @@ def page(records: list[Record]) -> str:
     return "\n".join([*lines, ""])
 
 
-def main(names: list[str]) -> None:
-    """Runs what has no record yet."""
-    version = library_path().stem
-    kept: list[Record] = json.loads(RECORDS.read_text()) if RECORDS.exists() else []
-    done = {r["cell"]: r for r in kept if r["emulator"] == version}
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "families",
+        nargs="*",
+        metavar="SOURCE:FORMAT",
+        help=f"or {cells.GROUPED} for the grouped products; default: all",
+    )
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no cell after")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of both files")
+    return parser.parse_args()
+
+
+def main(names: list[str], minutes: float, results: Path) -> None:
+    """Runs what has no record of this emulator yet."""
+    version, end = library_path().stem, time.monotonic() + 60 * minutes
+    path = results / "emulated.json"
+    kept: list[Record] = json.loads(path.read_text()) if path.exists() else []
+    done = {r["cell"]: r for r in kept}
+    current = {r["cell"] for r in kept if r["emulator"] == version}
     wanted = [f for f in cells.families() if not names or f"{f[1]}:{f[0]}" in names]
+    groups = not names or cells.GROUPED in names
 
     def keep(fields: Record) -> None:
         done[fields["cell"]] = fields | {"emulator": version}
         print(fields["cell"], fields.get("wrong") or f"{fields['error']:.1e}",
               f"{fields['seconds']} s", flush=True)  # fmt: skip
-        RECORDS.write_text(json.dumps(list(done.values()), indent=0) + "\n")
+        path.write_text(json.dumps(list(done.values()), indent=0) + "\n")
 
     with cells.standing_in(Cell("mxfp8", "sgl").device) as stand_in:
-        for number, cell in enumerate(table(wanted)):
-            if str(cell) not in done:
-                keep(record(cell, stand_in))
+        left = [each for each in records(wanted, groups, stand_in) if each[0] not in current]
+        left.sort(key=lambda each: each[0] in done and "wrong" not in done[each[0]])
+        for number, (_, one) in enumerate(left):
+            if time.monotonic() > end:
+                break
+            keep(one())
             if number % 16 == 15:
                 jax.clear_caches()
-        for family in wanted:
-            name = f"{Cell(*family, ranks=2, grid_id=77)}: five calls on one buffer"
-            if name not in done:
-                keep(reused(*family, stand_in))
-    PAGE.write_text(page(sorted(done.values(), key=lambda r: (r["source"], r["form"]))))
+                cells.forget()
+    (results / "emulated.md").write_text(
+        page(sorted(done.values(), key=lambda r: (r["source"], r["form"])))
+    )
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    arguments = _arguments()
+    main(arguments.families, arguments.minutes, arguments.results)

@@ -3,7 +3,8 @@
 `mega_moe` runs as it is: its checks, its choice of kernel, `shard_map`, tracing, plans. In place of
 the custom call stands a callback. A call is run twice: the first time the callback keeps each
 rank's operands and returns zeros; then the plans of all ranks run together on the machine; the
-second time it returns what they wrote. So everything around the launch counts too.
+second time it returns what they wrote. So everything around the launch counts too. A plan without a
+symmetric buffer needs no other rank: it runs within the callback.
 
 `driver.py` is the other way: nothing in Python is replaced, launches reach a libcuda that carries
 them out; but it does not know which array is how long.
@@ -41,14 +42,17 @@ class StandIn:
     """Carries out the launches of one call at a time.
 
     Attributes:
-        captured: of the last call, by rank.
+        captured: of the last call, by rank, what runs together.
         last: its run.
+        alone: plans and runs of the last call that needed no other rank.
     """
 
     def __init__(self, device: DeviceSpec) -> None:
         self.device = device
         self.captured: dict[int, Captured] = {}
         self.last: planned.Run | None = None
+        self.alone: list[tuple[LaunchPlan, planned.Run]] = []
+        self._settings: Mapping[str, float] | None = None
 
     def spec_of(self, _: Any, reserved_sms: int = 0) -> DeviceSpec:
         """In place of the product's own: what every CPU device stands for."""
@@ -57,11 +61,17 @@ class StandIn:
 
     def capture(self, call: Callable[[], Any]) -> list[Captured]:
         """What a call of `mega_moe` would launch, by rank."""
-        self.captured, self.last = {}, None
-        jax.block_until_ready(call())
+        self._first(call)
+        return self._ranks()
+
+    def _ranks(self) -> list[Captured]:
         ranks = [self.captured[rank] for rank in sorted(self.captured)]
         assert len(ranks) == (ranks[0].plan.num_ranks if ranks else 0)
         return ranks
+
+    def _first(self, call: Callable[[], Any]) -> Any:
+        self.captured, self.last, self.alone = {}, None, []
+        return jax.block_until_ready(call())
 
     def run(
         self, call: Callable[[], Any], *, buffers: planned.Buffers | None = None,
@@ -77,9 +87,11 @@ class StandIn:
         Raises:
             EmulatorError: a kernel did something wrong.
         """
-        ranks = self.capture(call)
-        if not ranks:  # nothing was launched: no token on any rank
-            return call()
+        self._settings = settings
+        result = self._first(call)
+        if not self.captured:  # no token on any rank, or all is done
+            return result
+        ranks = self._ranks()
         self.last = planned.run(
             [each.plan for each in ranks],
             [each.operands for each in ranks],
@@ -104,6 +116,10 @@ class StandIn:
             if self.last is None:
                 copies = [np.array(array) for array in arrays]
                 kept = dict(zip(operands, copies, strict=True))
+                if not plan.buffer.num_bytes:
+                    run = planned.run([plan], [kept], [named], settings=self._settings)
+                    self.alone.append((plan, run))
+                    return tuple(run.results[0][name] for name in named)
                 self.captured[index] = Captured(plan, kept, named)
                 return tuple(np.zeros(shape, dtype) for shape, dtype in named.values())
             return tuple(self.last.results[index][name] for name in named)

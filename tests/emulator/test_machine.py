@@ -1,5 +1,6 @@
 """The machine on small kernels written in PTX: what they compute, and what it refuses."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -184,6 +185,52 @@ ret;
     assert not rows[1].any()
 
 
+ONE_DIMENSION = dict(dims=[256], strides=[], box=[64])
+TWO_DIMENSIONS = dict(dims=[64, 8], strides=[64], box=[64, 2])
+LOAD = "shared::cluster.global.mbarrier::complete_tx::bytes"
+STORE = "global.shared::cta.bulk_group"
+
+
+@pytest.mark.parametrize(
+    ("copy", "shape", "message"),
+    [
+        (f"1d.{LOAD} [%r2], [%rd1, {{16}}], [%r3];", ONE_DIMENSION, ""),
+        (f"1d.{LOAD} [%r2], [%rd1, {{-16}}], [%r3];", ONE_DIMENSION, ""),
+        (f"1d.{LOAD} [%r2], [%rd1, {{8}}], [%r3];", ONE_DIMENSION,
+         "at element 8, not a multiple of 16 bytes"),
+        (f"2d.{LOAD} [%r2], [%rd1, {{8, -1}}], [%r3];", TWO_DIMENSIONS, ""),
+        (f"2d.{STORE} [%rd1, {{0, 7}}], [%r2];", TWO_DIMENSIONS, ""),
+        (f"2d.{STORE} [%rd1, {{0, -1}}], [%r2];", TWO_DIMENSIONS,
+         "store at coordinate -1 of dimension 1, below zero"),
+    ],
+)  # fmt: skip
+def test_coordinates_that_an_h200_refuses(copy, shape, message):
+    """Illegal instructions there, as the conformance set showed; the accepted ones beside them."""
+    text = f""".version 9.0
+.target sm_90a
+.address_size 64
+.visible .entry k(.param .u64 tensor, .param .align 64 .b8 map[128])
+{{
+.reg .pred %p<3>; .reg .b32 %r<9>; .reg .b64 %rd<9>;
+.shared .align 1024 .b8 box[256]; .shared .align 8 .b8 bar[8];
+mov.u32 %r1, %tid.x; setp.ne.s32 %p1, %r1, 0; mov.u32 %r2, box; mov.u32 %r3, bar;
+@%p1 bra END;
+mbarrier.init.shared::cta.b64 [%r3], 1;
+mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r3], 128;
+mov.b64 %rd1, map; cvta.param.u64 %rd1, %rd1;
+cp.async.bulk.tensor.{copy}
+cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;
+END: ret;
+}}
+"""
+    arguments = [np.zeros(512, np.uint8), TensorMap(0, "uint8", **shape)]
+    if message:
+        with pytest.raises(EmulatorError, match=message):
+            run(text, arguments)
+    else:
+        run(text, arguments)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -204,6 +251,36 @@ def test_tensor_map_that_the_driver_refuses(changes, message):
     encode_tensor_map(**arguments)
     with pytest.raises(EmulatorError, match=message):
         encode_tensor_map(**(arguments | changes))
+
+
+@pytest.mark.parametrize("number", [1.0, 2.0, 2.0**100])
+def test_zeros_times_numbers_of_any_size_are_zero(number):
+    bits = int(np.float32(number).view(np.uint32)) >> 16
+    text = kernel(
+        f"mov.b32 %r2, 0; mov.b32 %r3, {bits << 16 | bits}; mov.f32 %f1, 0f00000000;",
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%f2, %f3, %f4, %f5},",
+        "{%r2, %r2, %r2, %r2}, {%r3, %r3}, {%f1, %f1, %f1, %f1};",
+        "mul.wide.u32 %rd2, %r1, 4; add.s64 %rd2, %rd1, %rd2; st.global.f32 [%rd2], %f2;",
+    )
+    (got,) = run(text, [np.ones(32, np.float32)])
+    np.testing.assert_array_equal(got, np.zeros(32))
+
+
+def test_subnormal_numbers_stay_on_xlas_threads():
+    """They flush them to zero, and the driver's functions are called there."""
+    text = kernel(
+        *STORE_THREAD[:2], "ld.global.f32 %f1, [%rd2]; mul.rn.f32 %f1, %f1, 0f3F000000;",
+        "st.global.f32 [%rd2], %f1;",
+    )  # fmt: skip
+    numbers = np.full(32, 2.0**-130, np.float32)
+
+    def halve(_: jax.Array) -> np.ndarray:
+        (got,) = run(text, [numbers])
+        return got.view(np.uint32)
+
+    like = jax.ShapeDtypeStruct((32,), np.uint32)
+    got = jax.jit(lambda x: jax.pure_callback(halve, like, x))(np.zeros(1, np.float32))
+    np.testing.assert_array_equal(got, (numbers / 2).view(np.uint32))
 
 
 def test_unknown_settings_and_counts():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from emulator import ptx
-from emulator.ptx.encoding import OPS, number, split_commas
+from emulator.ptx.encoding import OPS, SPACES, number, split_commas
 
 HEADER = ".version 9.0\n.target sm_100a\n.address_size 64\n"
 
@@ -83,6 +83,17 @@ def test_device_functions_and_odd_declarations_are_errors():
         ptx.PtxError, match=r"PTX line 4: declaration `\.tex \.b32 t` not supported"
     ):
         ptx.parse(HEADER + ".tex .b32 t;")
+
+
+def test_cluster_alone_is_a_scope_and_no_state_space():
+    kernel = parse(
+        ".reg .b32 %r<4>; .reg .b64 %rd<2>;",
+        "ld.acquire.cluster.shared::cta.u32 %r1, [%rd1];",
+        "ld.acquire.cluster.global.u32 %r2, [%rd1];",
+        "ld.acquire.cluster.u32 %r3, [%rd1];",
+    )
+    spaces = ["shared", "global", "generic"]
+    assert kernel.instructions["mode"][:3].tolist() == [SPACES[name] for name in spaces]
 
 
 def test_scopes_hide_registers_and_labels():

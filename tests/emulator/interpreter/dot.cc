@@ -29,7 +29,8 @@ float TowardZero(double value) {
 float AddAligned(float accumulator, const float* a, const float* b, int depth, int fraction) {
   int exponents[kMaxDepth];
   for (int k = 0; k < depth; ++k) {
-    exponents[k] = std::max(Exponent(a[k]) + Exponent(b[k]), kNone);
+    const int of_a = Exponent(a[k]), of_b = Exponent(b[k]);
+    exponents[k] = of_a == kNone || of_b == kNone ? kNone : of_a + of_b;
   }
   const int largest =
       std::max(*std::max_element(exponents, exponents + depth), Exponent(accumulator));

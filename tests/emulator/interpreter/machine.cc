@@ -1,6 +1,7 @@
 #include "machine.h"
 
 #include <algorithm>
+#include <cfenv>
 #include <cstring>
 #include <utility>
 
@@ -280,7 +281,24 @@ void Machine::Retire() {
   }
 }
 
+// The processor's own arithmetic for a while: XLA's threads, from which a driver's functions and
+// callbacks are called, flush subnormal numbers to zero.
+class DefaultArithmetic {
+ public:
+  DefaultArithmetic() {
+    std::fegetenv(&saved_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  ~DefaultArithmetic() { std::fesetenv(&saved_); }
+  DefaultArithmetic(const DefaultArithmetic&) = delete;
+  DefaultArithmetic& operator=(const DefaultArithmetic&) = delete;
+
+ private:
+  std::fenv_t saved_;
+};
+
 void Machine::Run() {
+  const DefaultArithmetic arithmetic;
   for (auto& grid : grids) grid->id = settings.grid_id ? settings.grid_id : next_grid_id_++;
   uint64_t last_progress = progress, still = 0;
   for (;;) {

@@ -118,10 +118,11 @@ class Statement:
         self.error(f"a qualifier like .{pattern} expected")
 
     def space(self, default: str = "generic") -> int:
-        """Takes a state space."""
+        """Takes a state space. `.cluster` alone is a scope (PTX ISA 9.7.9, ld)."""
         names = {"shared::cluster": "cluster", "shared::cta": "shared", "const": "global"}
         names |= {"param::entry": "param", "param::func": "param"}
-        known = {q: SPACES[names.get(q, q)] for q in (*SPACES, *names)}
+        own = [q for q in SPACES if q not in ("generic", "cluster")]
+        known = {q: SPACES[names.get(q, q)] for q in (*own, *names)}
         return self.choice(known, SPACES[default])
 
     # Operands

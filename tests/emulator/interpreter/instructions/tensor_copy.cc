@@ -25,6 +25,23 @@ void ReadMap(const Step& s, int lane, int place, AsyncWork& work) {
   }
 }
 
+// An H200 stops with an illegal instruction at both; the PTX ISA does not name either rule.
+void CheckLoadCoordinates(const AsyncWork& work) {
+  const int64_t bits = int64_t{work.coordinates[0]} * work.map.ElementBits();
+  if (work.map.rank == 1 && bits % 128) {
+    Fail("TMA: load of a tensor of one dimension at element %d, not a multiple of 16 bytes",
+         work.coordinates[0]);
+  }
+}
+
+void CheckStoreCoordinates(const AsyncWork& work) {
+  for (int i = 1; i < work.map.rank; ++i) {
+    if (work.coordinates[i] < 0) {
+      Fail("TMA: store at coordinate %d of dimension %d, below zero", work.coordinates[i], i);
+    }
+  }
+}
+
 void Load(Step& s, int lane) {
   AsyncWork work;
   work.kind = AsyncWork::Kind::kTensorLoad;
@@ -32,6 +49,7 @@ void Load(Step& s, int lane) {
   work.shared = static_cast<uint32_t>(s.Src(0)[lane]);
   work.barrier = static_cast<uint32_t>(s.Src(1)[lane]);
   ReadMap(s, lane, 2, work);
+  CheckLoadCoordinates(work);
   // With cta_group::2 (flags) the mbarrier may be the other CTA's of the pair.
   const uint32_t data = work.shared >> 24, barrier = work.barrier >> 24;
   if (data != s.cta.rank) Fail("TMA: destination in CTA %u", data);
@@ -58,6 +76,7 @@ void Store(Step& s, int lane) {
   work.shared = static_cast<uint32_t>(s.Src(0)[lane]);
   work.reduction = s.inst.mode2 - 1;
   ReadMap(s, lane, 1, work);
+  CheckStoreCoordinates(work);
   CopyGroup& group = s.warp.bulk[lane].Open();
   ++group.unread;
   ++group.unwritten;
