@@ -74,19 +74,20 @@ EMULATED = {
     "mxfp8": Agreement(norm=1e-3, token=6e-3),
     "mxfp4": Agreement(norm=1e-3, token=6e-3),
     "nvfp4": Agreement(norm=2e-3, token=2.5e-2),
+    "fp8_block": Agreement(norm=1e-3, token=6e-3),
+    "mxfp4_block": Agreement(norm=1e-3, token=6e-3),
+    "nvfp4_block": Agreement(norm=1e-3, token=6e-3),
 }
 """A kernel executed by the emulator (tests/emulator) against `reference`."""
 
 
-EMULATED_GROUPED = {
-    "mxfp8": Agreement(norm=1e-3, token=6e-3),
-    "mxfp4": Agreement(norm=1e-3, token=6e-3),
-    # BF16 products are rounded before the second input's code is chosen, in another order of sums.
-    "nvfp4": Agreement(norm=2e-2, token=5e-2),
-    "fp8_block": Agreement(norm=1e-2, token=2.5e-2),
-    "mxfp4_block": Agreement(norm=1e-2, token=2.5e-2),
-}
-"""The grouped products executed by the emulator against `reference` on the same parameters."""
+EMULATED_FP8_SUMS = Agreement(norm=2.5e-2, token=6e-2)
+"""The same on SM90, FP8 sums cut to 14 bits as an H200 cuts them: small layers have few values to
+average over. With exact sums the same calls are within `EMULATED`."""
+
+EMULATED_GROUPED_NVFP4 = Agreement(norm=7e-2, token=0.15)
+"""The grouped products of NVFP4 tokens, which round gate and up before and after a token's scale:
+an error of 2^-9 moves a code of step 1/2 with probability 2^-8, rms 2^-4.5 = 0.044."""
 
 
 class Accuracy(NamedTuple):

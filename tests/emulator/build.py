@@ -16,7 +16,6 @@ INTERPRETER = Path(__file__).parent / "interpreter"
 ROOT = Path(__file__).parents[2]
 FLAGS = [
     "-std=c++20", "-O2", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC",
-    f"-I{ROOT}",
 ]  # fmt: skip
 
 
@@ -70,7 +69,7 @@ def _build(compiler: str, path: Path) -> None:
     work.mkdir()
     try:
         commands = [
-            (compiler, *FLAGS, "-c", str(source), "-o", str(work / f"{i}.o"))
+            (compiler, *FLAGS, f"-I{ROOT}", "-c", str(source), "-o", str(work / f"{i}.o"))
             for i, source in enumerate(sources())
         ]
         running: list[subprocess.Popen[bytes]] = []

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from emulator import planned
+from emulator.machine import EmulatorError
 from jax_megamoe import compile as compiler
 from jax_megamoe import symmetric_memory
 from jax_megamoe.launch import deep_gemm, grouped, launcher, runnable
@@ -53,6 +54,7 @@ class StandIn:
         self.last: planned.Run | None = None
         self.alone: list[tuple[LaunchPlan, planned.Run]] = []
         self._settings: Mapping[str, float] | None = None
+        self._error: EmulatorError | None = None
 
     def spec_of(self, _: Any, reserved_sms: int = 0) -> DeviceSpec:
         """In place of the product's own: what every CPU device stands for."""
@@ -70,8 +72,11 @@ class StandIn:
         return ranks
 
     def _first(self, call: Callable[[], Any]) -> Any:
-        self.captured, self.last, self.alone = {}, None, []
-        return jax.block_until_ready(call())
+        self.captured, self.last, self.alone, self._error = {}, None, [], None
+        result = jax.block_until_ready(call())
+        if self._error:
+            raise self._error
+        return result
 
     def run(
         self, call: Callable[[], Any], *, buffers: planned.Buffers | None = None,
@@ -101,6 +106,18 @@ class StandIn:
         )
         return jax.block_until_ready(call())
 
+    def _alone(
+        self, plan: LaunchPlan, operands: dict[str, np.ndarray], results: planned.Results
+    ) -> planned.Run | None:
+        """Runs a plan at once; None if it fails, as XLA would wrap the error."""
+        try:
+            run = planned.run([plan], [operands], [results], settings=self._settings)
+        except EmulatorError as error:
+            self._error = error
+            return None
+        self.alone.append((plan, run))
+        return run
+
     def launch(
         self, plan: LaunchPlan, operands: Mapping[str, jax.Array],
         results: Mapping[str, jax.ShapeDtypeStruct], *, buffer_key: str = "",
@@ -116,11 +133,10 @@ class StandIn:
             if self.last is None:
                 copies = [np.array(array) for array in arrays]
                 kept = dict(zip(operands, copies, strict=True))
-                if not plan.buffer.num_bytes:
-                    run = planned.run([plan], [kept], [named], settings=self._settings)
-                    self.alone.append((plan, run))
+                if not plan.buffer.num_bytes and (run := self._alone(plan, kept, named)):
                     return tuple(run.results[0][name] for name in named)
-                self.captured[index] = Captured(plan, kept, named)
+                if plan.buffer.num_bytes:
+                    self.captured[index] = Captured(plan, kept, named)
                 return tuple(np.zeros(shape, dtype) for shape, dtype in named.values())
             return tuple(self.last.results[index][name] for name in named)
 

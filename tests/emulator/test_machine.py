@@ -1,6 +1,7 @@
 """The machine on small kernels written in PTX: what they compute, and what it refuses."""
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -264,6 +265,21 @@ def test_zeros_times_numbers_of_any_size_are_zero(number):
     )
     (got,) = run(text, [np.ones(32, np.float32)])
     np.testing.assert_array_equal(got, np.zeros(32))
+
+
+def test_e4m3_pairs_as_bfloat16():
+    """Exact, subnormal numbers included; Hopper has the float16 form alone."""
+    text = kernel(
+        ".reg .b16 %rs<2>;", *STORE_THREAD[:2], "ld.global.u32 %r2, [%rd2];",
+        "cvt.u16.u32 %rs1, %r2; cvt.rn.bf16x2.e4m3x2 %r3, %rs1; st.global.u32 [%rd2], %r3;",
+    )  # fmt: skip
+    codes = np.arange(256, dtype=np.uint8)
+    pairs = codes.view(np.uint16).astype(np.uint32)
+    (got,) = run(text, [pairs], block=128)
+    want = codes.view(ml_dtypes.float8_e4m3fn).astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(
+        got.view(ml_dtypes.bfloat16).astype(np.float32), want.astype(np.float32)
+    )
 
 
 def test_subnormal_numbers_stay_on_xlas_threads():

@@ -30,6 +30,8 @@ bool Set(Machine& machine, const std::string& name, double value) {
     s.strict = value != 0;
   } else if (name == "diverge") {
     s.diverge = value != 0;
+  } else if (name == "exact_sums") {
+    s.exact_sums = value != 0;
   } else if (name == "whole_warpgroups") {
     s.whole_warpgroups = value != 0;
   } else if (name == "grid_id") {

@@ -8,7 +8,7 @@ enum class TensorCore {
   kHopperFp8,  // wgmma with 8-bit operands
   kHopper16,   // wgmma with 16-bit operands, and mma.sync with them
   kWarpFp8,    // mma.sync with 8-bit operands
-  kBlackwell,  // tcgen05, and mma.sync with block scales
+  kBlackwell,  // tcgen05, mma.sync with block scales; all where sums are to be exact
 };
 
 // accumulator + a . b over `depth` elements, as float32. `depth` is a multiple of 8.

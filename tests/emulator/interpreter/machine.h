@@ -22,6 +22,7 @@ struct Settings {
   bool strict = false;                 // a read of bytes that were never written is an error
   bool diverge = true;  // diverged lanes may run in any order, not just lowest address first
   bool whole_warpgroups = true;  // a warpgroup's warps leave a wgmma together
+  bool exact_sums = false;       // Hopper's tensor cores add as nearly exactly as Blackwell's
   uint64_t grid_id = 0;          // %gridid of every grid, as graph replays have; 0: counted
   uint64_t smid_offset = 0;      // %smid of the first CTA
   size_t max_resident = 4096;    // CTAs

@@ -140,9 +140,10 @@ uint64_t Unpack(const Instruction& inst, uint32_t bits) {
     return uint64_t{encode(table[bits >> width & mask])} << 16 | encode(table[bits & mask]);
   };
   const bool to_half = inst.type == Type::kF16x2, to_brain = inst.type == Type::kBf16x2;
-  if (to_half && inst.type2 == Type::kE4m3x2) return pair(kE4m3, 8);
-  if (to_half && inst.type2 == Type::kE5m2x2) return pair(kE5m2, 8);
-  if (to_half && inst.type2 == Type::kE2m1x2) return pair(kE2m1, 4);
+  // Exact in both; .bf16x2 is what nvcc makes for SM100 and SM120.
+  if ((to_half || to_brain) && inst.type2 == Type::kE4m3x2) return pair(kE4m3, 8);
+  if ((to_half || to_brain) && inst.type2 == Type::kE5m2x2) return pair(kE5m2, 8);
+  if ((to_half || to_brain) && inst.type2 == Type::kE2m1x2) return pair(kE2m1, 4);
   if (to_brain && inst.type2 == Type::kUe8m0x2) return pair(kUe8m0, 8);
   if (inst.type2 == Type::kF16x2 && (inst.type == Type::kE4m3x2 || inst.type == Type::kE5m2x2)) {
     return Pack(inst, FromF16(bits >> 16), FromF16(bits));

@@ -134,7 +134,8 @@ void Multiply(Step& s) {
     ScaleFragment(s, sums + 4, 16, depth, a);
     ScaleFragment(s, sums + 7, 8, depth, b);
   }
-  const TensorCore core = s.inst.flags      ? TensorCore::kBlackwell
+  const bool exact = s.inst.flags || s.machine.settings.exact_sums;
+  const TensorCore core = exact             ? TensorCore::kBlackwell
                           : container == 16 ? TensorCore::kHopper16
                                             : TensorCore::kWarpFp8;
   const bool integer = type_a == kMmaS8 || type_a == kMmaU8;

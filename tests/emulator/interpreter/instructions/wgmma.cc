@@ -64,7 +64,9 @@ void Multiply(Step& s) {
   std::vector<float> b(static_cast<size_t>(columns) * depth);
   std::vector<uint8_t> valid(columns, 1);
   ReadRows(s.cta, descriptor, columns, right, b.data(), depth, valid.data(), kHopper);
-  const TensorCore core = depth == 16 ? TensorCore::kHopper16 : TensorCore::kHopperFp8;
+  const TensorCore core = s.machine.settings.exact_sums ? TensorCore::kBlackwell
+                          : depth == 16                 ? TensorCore::kHopper16
+                                                        : TensorCore::kHopperFp8;
   // Sum i of a lane: row lane / 4 + 8 (i / 2 % 2), column 8 (i / 4) + 2 (lane % 4) + i % 2.
   for (int i = 0; i < s.inst.num_dst; ++i) {
     uint64_t* sums = s.Dst(i);
