@@ -3,7 +3,8 @@
     PYTHONPATH=.:tests:tests/plan python tests/emulator/end_to_end.py [CASE ...]
 
 Prints a JSON object a case: its name and the relative error against `reference`. A process of its
-own: the driver is chosen once a process. test_end_to_end.py runs it.
+own: the driver is chosen once a process. test_end_to_end.py runs `CASES`, run_cells.py two layers,
+a scan and a call after an idle one of every family (`of_families`).
 """
 
 import json
@@ -19,7 +20,7 @@ import cases  # noqa: E402
 import jax.numpy as jnp  # noqa: E402 (devices are counted first)
 
 import jax_megamoe as mm  # noqa: E402
-from emulator.cells import Cell  # noqa: E402
+from emulator.cells import Cell, families  # noqa: E402
 from emulator.driver import EmulatingDriver  # noqa: E402
 
 Arguments = dict[str, Any]
@@ -102,13 +103,34 @@ CASES: dict[str, tuple[Callable[[Cell], float], Cell]] = {
 }
 
 
+FUNCTIONS = {
+    "two layers on one buffer": two_layers,
+    "a scan of three layers": scanned,
+    "calls around an idle one": after_an_idle_call,
+}
+
+
+def of_families() -> dict[str, tuple[Callable[[Cell], float], Cell]]:
+    """The same of every family, over two ranks."""
+    return {
+        f"{source} {form} ranks=2: {name}, to the driver": (
+            function,
+            Cell(form, source, ranks=2, tokens=16, exact_sums=True),
+        )
+        for form, source in families()
+        for name, function in FUNCTIONS.items()
+    }
+
+
 def main(names: list[str]) -> None:
-    """Runs the cases named, or all."""
+    """Runs the cases named, or those of `CASES`."""
     driver = EmulatingDriver(Cell("mxfp8", "sgl").device)
     driver.set(delay=0.5)
+    known = CASES | of_families()
     for name in names or CASES:
-        function, cell = CASES[name]
+        function, cell = known[name]
         driver.device = cell.device
+        driver.set(exact_sums=cell.exact_sums, diverge=cell.source != "flashinfer")
         jax.clear_caches()
         before = driver.count("launches")
         error = function(cell)

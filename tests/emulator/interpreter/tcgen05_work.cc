@@ -114,6 +114,19 @@ Shape ReadDescriptor(const TensorOperation& op) {
   return shape;
 }
 
+// Each quarter of the lanes holds the same scales (PTX ISA 9.7.16.10.7, Block Scaling).
+void CheckQuarters(const Cta& cta, uint32_t lane, uint32_t column) {
+  const size_t first = TensorIndex(lane, column);
+  for (uint32_t quarter = 1; quarter < 4; ++quarter) {
+    const size_t copy = TensorIndex(lane + 32 * quarter, column);
+    if (cta.tensor[copy] != cta.tensor[first] ||
+        cta.tensor_valid[copy] != cta.tensor_valid[first]) {
+      Fail("MMA scales differ in tensor memory lanes %u and %u of column %u", lane,
+           lane + 32 * quarter, column);
+    }
+  }
+}
+
 // Multiplies `count` rows of elements by their scales in a CTA's tensor memory.
 void Scale(const Cta& cta, const Shape& shape, uint32_t address, uint32_t first_byte,
            uint32_t count, float* values, uint8_t* valid) {
@@ -121,6 +134,7 @@ void Scale(const Cta& cta, const Shape& shape, uint32_t address, uint32_t first_
   if (address >> 16) Fail("MMA scales at tensor memory lane %u", address >> 16);
   for (uint32_t row = 0; row < count; ++row) {
     const size_t index = TensorIndex(row % 32, address + row / 32);
+    CheckQuarters(cta, row % 32, address + row / 32);
     valid[row] &= cta.tensor_valid[index];
     for (int block = 0; block < shape.depth / shape.block; ++block) {
       const uint32_t byte = cta.tensor[index] >> (8 * (first_byte + block)) & 255;
