@@ -176,6 +176,8 @@ def sums_like_hopper(cell: Cell) -> bool:
 
 def limit(cell: Cell) -> tolerances.Agreement:
     """How far a cell may be from `reference`."""
+    if cell.source == GROUPED and cell.biases:
+        return tolerances.EMULATED_GROUPED_BIASES
     if sums_like_hopper(cell) and not cell.exact_sums:
         return tolerances.EMULATED_FP8_SUMS
     if cell.source == GROUPED and cell.form == "nvfp4":

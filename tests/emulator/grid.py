@@ -130,7 +130,9 @@ def grouped() -> Iterator[Cell]:
         yield Cell(form, GROUPED, arch=arch, **gpt_oss)
     yield Cell("mxfp4", GROUPED, arch=90, activation="situ")
     yield Cell("mxfp4", GROUPED, arch=80, tokens=1)
-    yield Cell("mxfp4", GROUPED, arch=90, ranks=8, tokens=9, top_k=3, idle_ranks=(1,))
+    # Of more ranks XLA's threads wait for one another between a callback and an all_to_all:
+    # end_to_end.py, which has no callbacks, runs those.
+    yield Cell("mxfp4", GROUPED, arch=90, ranks=2, tokens=9, top_k=3, idle_ranks=(1,))
     yield Cell("mxfp4", GROUPED, arch=90, experts=4, hidden=7168, intermediate=2048, tokens=8)
 
 

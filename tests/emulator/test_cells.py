@@ -84,6 +84,20 @@ def test_folded_biases_in_a_layer_as_wide_as_gpt_oss(stand_in):
     cells.check(Cell("mxfp4", "sgl", activation="gpt_oss", biases=True, **sizes), stand_in)
 
 
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell("mxfp4", cells.GROUPED, arch=80, tokens=7, mask=True, stats=True, replicas=8),
+        Cell("nvfp4", cells.GROUPED, arch=120),
+        Cell("fp8_block", cells.GROUPED, arch=90, ranks=2, unrouted=0.2, stats=True, delay=0.7),
+    ],
+    ids=str,
+)
+def test_grouped_products(stand_in, cell):
+    needs(cell.source)
+    cells.check(cell, stand_in)
+
+
 def test_calls_of_several_sizes_on_one_buffer_as_a_graphs_replays(stand_in):
     needs("sgl")
     outcomes = cells.reuse(Cell("mxfp4", "sgl", ranks=2, grid_id=77), stand_in)

@@ -133,8 +133,9 @@ void Scale(const Cta& cta, const Shape& shape, uint32_t address, uint32_t first_
   address &= 0x3fffffff;  // the upper bits repeat the scale id
   if (address >> 16) Fail("MMA scales at tensor memory lane %u", address >> 16);
   for (uint32_t row = 0; row < count; ++row) {
-    const size_t index = TensorIndex(row % 32, address + row / 32);
-    CheckQuarters(cta, row % 32, address + row / 32);
+    const uint32_t lane = row % 32, column = address + row / 32;
+    const size_t index = TensorIndex(lane, column);
+    CheckQuarters(cta, lane, column);
     valid[row] &= cta.tensor_valid[index];
     for (int block = 0; block < shape.depth / shape.block; ++block) {
       const uint32_t byte = cta.tensor[index] >> (8 * (first_byte + block)) & 255;
