@@ -41,8 +41,8 @@ The products' results are BF16 (2^-9), gate's and up's as in `expected`, up to t
 where that or the tensor core's own rounding moves a value over a boundary of its format, its code
 changes. Biases are added after that rounding, and the sum is rounded once more: 0.011 of MXFP8 and
 0.009 of fp8_block with exact sums (tests/emulator). Nvfp4 rounds gate and up before and after a
-token's scale: an error d moves a code of step
-s with probability d / s, rms sqrt(d s) = sqrt(2^-9 2^-1) = 0.03."""
+token's scale: an error d moves a code of step s with probability d / s, rms sqrt(d s) =
+sqrt(2^-9 2^-1) = 0.03."""
 
 
 def case(weights: str, activations: str, num_tokens: int, **changes: Any) -> GroupedLayer:

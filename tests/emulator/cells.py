@@ -185,6 +185,15 @@ def limit(cell: Cell) -> tolerances.Agreement:
     return tolerances.EMULATED[cell.form]
 
 
+def in_its_layout(cell: Cell, weights: mm.ExpertWeights) -> mm.ExpertWeights:
+    """Parameters as the cell's implementation reads them."""
+    if cell.source != GROUPED:
+        return weights
+    layout = grouped.layout_of(cell.config(), cell.device.arch)
+    assert isinstance(layout, str)
+    return mm.to_layout(weights, layout)
+
+
 @functools.cache
 def _inputs(cell: Cell) -> dict[str, Any]:
     """Arguments of `mega_moe` by name; rows of all ranks."""
@@ -203,10 +212,7 @@ def _inputs(cell: Cell) -> dict[str, Any]:
     if cell.biases and cell.source != GROUPED:
         filled_up = cases.filled_up(config, cell.hidden - 64)
         arguments["weights"] = mm.fold_biases(config, filled_up)
-    if cell.source == GROUPED:
-        layout = grouped.layout_of(config, cell.device.arch)
-        assert isinstance(layout, str)
-        arguments["weights"] = mm.to_layout(weights, layout)
+    arguments["weights"] = in_its_layout(cell, arguments["weights"])
     if cell.mask:
         arguments["padding_mask"] = jnp.asarray(rng.random(num_tokens) < 0.33)
     if cell.stats:
@@ -350,4 +356,4 @@ def reuse(cell: Cell, stand_in: StandIn) -> list[Outcome]:
 
 
 __all__ = ["Cell", "CellFailure", "Outcome", "accepted", "check", "execute", "families", "forget",
-           "limit", "reuse", "standing_in"]  # fmt: skip
+           "in_its_layout", "limit", "reuse", "standing_in"]  # fmt: skip

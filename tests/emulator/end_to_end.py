@@ -20,7 +20,7 @@ import cases  # noqa: E402
 import jax.numpy as jnp  # noqa: E402 (devices are counted first)
 
 import jax_megamoe as mm  # noqa: E402
-from emulator.cells import Cell, families  # noqa: E402
+from emulator.cells import GROUPED, Cell, families, in_its_layout  # noqa: E402
 from emulator.driver import EmulatingDriver  # noqa: E402
 
 Arguments = dict[str, Any]
@@ -37,12 +37,13 @@ def _call(cell: Cell, implementation: str, **arguments: Any) -> Any:
 def _inputs(cell: Cell, seed: int = 2, tokens: int | None = None) -> Arguments:
     config, rows = cell.config(), (tokens or cell.tokens) * cell.ranks
     x, ids, factors = cases.tokens(config, rows, seed)
-    return dict(x=x, topk_ids=ids, topk_weights=factors, weights=cases.weights(config))
+    weights = in_its_layout(cell, cases.weights(config))
+    return dict(x=x, topk_ids=ids, topk_weights=factors, weights=weights)
 
 
 def _both(cell: Cell, function: Callable[[str], Any]) -> float:
     """The error of a function of the implementation's name."""
-    return cases.relative_error(function("deep_gemm"), function("reference"))
+    return cases.relative_error(function(cell.implementation), function("reference"))
 
 
 def one_call(cell: Cell) -> float:
@@ -111,8 +112,15 @@ FUNCTIONS = {
 
 
 def of_families() -> dict[str, tuple[Callable[[Cell], float], Cell]]:
-    """The same of every family, over two ranks."""
-    return {
+    """The same of every family, over two ranks, and the grouped products over more."""
+    grouped = {
+        f"{GROUPED} {form} ranks={ranks}: one call, to the driver": (
+            one_call,
+            Cell(form, GROUPED, ranks=ranks, tokens=9, arch=90, exact_sums=True),
+        )
+        for form, ranks in (("mxfp4", 4), ("mxfp4", 8), ("fp8_block", 4))
+    }
+    return grouped | {
         f"{source} {form} ranks=2: {name}, to the driver": (
             function,
             Cell(form, source, ranks=2, tokens=16, exact_sums=True),

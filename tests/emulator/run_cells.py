@@ -179,7 +179,8 @@ def main(names: list[str], minutes: float, results: Path) -> None:
     driven_names = [
         name
         for name, (_, cell) in end_to_end.of_families().items()
-        if name not in current and (cell.form, cell.source) in wanted
+        if name not in current
+        and ((cell.form, cell.source) in wanted or (groups and cell.source == cells.GROUPED))
     ]
     if driven_names and time.monotonic() < end:
         for fields in driven(driven_names):
