@@ -80,8 +80,7 @@ def stored_weights(each: GroupedLayer, seed: int = 0) -> ExpertWeights:
     if each.biases:
         first, second = jax.random.split(jax.random.key(seed + 1))
         shape = (each.num_experts, 2 * each.intermediate_size)
-        weights = replace(
-            weights,
+        weights = weights.with_routed(
             w13_bias=jax.random.normal(first, shape, jnp.float32),
             w2_bias=jax.random.normal(second, (shape[0], each.hidden_size), jnp.float32),
         )

@@ -80,13 +80,14 @@ int64_t GlobalMemory::FirstInvalid(uint64_t address, uint64_t size) {
 }
 
 std::string GlobalMemory::Near(uint64_t address) const {
+  const Region* nearest = nullptr;
   for (const Region& r : regions_) {
-    if (address >= r.base && address < r.base + r.size + (1 << 20)) {
-      return Format("%s+%llu (size %llu)", r.name.c_str(), static_cast<Number>(address - r.base),
-                    static_cast<Number>(r.size));
-    }
+    const bool near = address >= r.base && address < r.base + r.size + (1 << 20);
+    if (near && (!nearest || r.base > nearest->base)) nearest = &r;
   }
-  return "no region";
+  if (!nearest) return "no region";
+  return Format("%s+%llu (size %llu)", nearest->name.c_str(),
+                static_cast<Number>(address - nearest->base), static_cast<Number>(nearest->size));
 }
 
 bool GlobalMemory::Mapped(uint64_t address, uint64_t size) const {
