@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from emulation import B200, H200
@@ -56,6 +57,19 @@ def test_fp8_block_would_hold_it_alone_in_its_block() -> None:
         assert folding.unfoldable(config) is not None
         with pytest.raises((NotImplementedError, ValueError)):
             mm.check_supported(config, H200)
+
+
+def test_fp8_block_would_hold_128_biases_within_16_octaves() -> None:
+    """In units of their common scale: 128 columns of at most 448, in steps of 2^-9."""
+
+    def is_e4m3(value: float) -> bool:
+        return float(np.float32(value).astype(ml_dtypes.float8_e4m3fn)) == value
+
+    largest, smallest = 255 * 2.0**7, 255 * 2.0**-9
+    assert largest == 85 * 384 and is_e4m3(384) and not is_e4m3(480)
+    assert smallest == 240 * 2.0**-9 + 15 * 2.0**-9
+    assert is_e4m3(240 * 2.0**-9) and is_e4m3(15 * 2.0**-9) and not is_e4m3(2.0**-10)
+    assert 255 * 2.0**8 > 128 * 448 and largest / smallest == 2**16
 
 
 @pytest.mark.parametrize("form", folding.COLUMNS)
