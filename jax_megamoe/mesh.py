@@ -1,10 +1,13 @@
 """Mesh axes: their names, and arrays over Explicit and manual axes."""
 
 import math
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 Axis = str | tuple[str, ...]
@@ -77,6 +80,83 @@ def reshape_rows(array: Any, shape: tuple[int, ...]) -> Any:
     return lax.reshape(
         array, shape, out_sharding=NamedSharding(sharding.mesh, PartitionSpec(*spec))
     )
+
+
+class Split(NamedTuple):
+    """How the first dimension of arrays is split: over these axes of a mesh."""
+
+    mesh: Mesh | AbstractMesh
+    axes: tuple[str, ...]
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """Of an array that is split so."""
+        return NamedSharding(self.mesh, PartitionSpec(self.axes))
+
+
+def split_of(tree: Any) -> Split | None:
+    """How the first of the tree's arrays that is split along its first dimension alone is split.
+
+    Sees the sharding of concrete arrays and of traced ones with Explicit axes; None without one.
+    """
+    for array in jax.tree.leaves(tree):
+        sharding = jax.typeof(array).sharding if isinstance(array, Tracer) else None
+        if sharding is None:
+            sharding = getattr(array, "sharding", None)
+        if not isinstance(sharding, NamedSharding) or not sharding.spec:
+            continue
+        first, *others = sharding.spec
+        is_named = isinstance(first, str | tuple) and not any(others)
+        if is_named and not sharding.is_fully_replicated:
+            return Split(sharding.mesh, axis_names(first))
+    return None
+
+
+def by_rows(
+    function: Callable[..., Any], arrays: Any, *shared: Any, like: Any = None, **static: Any
+) -> Any:
+    """`function(arrays, *shared, **static)`, each device on its own rows: nothing is sent.
+
+    Args:
+        function: a module's own, which takes and returns trees of arrays [E, ...] (or [T, ...]) and
+            treats each row alone.
+        arrays: the tree; if an array is split along its first dimension (`split_of`), all are then,
+            and the result is.
+        *shared: trees of arrays that every row needs.
+        like: arrays whose split counts where `arrays` have none.
+        **static: hashable.
+    """
+    split = split_of((arrays, like))
+    return _by_rows(arrays, shared, function, split, tuple(static.items()))
+
+
+@partial(jax.jit, static_argnums=(2, 3, 4))
+def _by_rows(
+    arrays: Any,
+    shared: tuple[Any, ...],
+    function: Callable[..., Any],
+    split: Split | None,
+    static: tuple[tuple[str, Any], ...],
+) -> Any:
+    local = partial(function, **dict(static))
+    if split is None:
+        return local(arrays, *shared)
+    rows, everywhere = split.sharding.spec, PartitionSpec()
+    specs = (rows, *(everywhere for _ in shared))
+    given = reshard((arrays, *shared), split.mesh, specs)
+    return jax.shard_map(local, mesh=split.mesh, in_specs=specs, out_specs=rows)(*given)
+
+
+def take_rows(array: Any, rows: Any, split: Split | None) -> Any:
+    """`array[rows]`, the result split as `split` says."""
+    return array[rows] if split is None else _take_rows(array, rows, split)
+
+
+@partial(jax.jit, static_argnums=2)
+def _take_rows(array: Any, rows: Any, split: Split) -> Any:
+    if has_explicit_axes(split.mesh):
+        return array.at[rows].get(out_sharding=split.sharding)
+    return lax.with_sharding_constraint(array[rows], split.sharding)
 
 
 def varying_axes(array: Any) -> frozenset[str]:

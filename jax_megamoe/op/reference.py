@@ -7,11 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, BFloat16, Bool, Float, Float32, Int32
 
 from jax_megamoe.config import Activation, MoEConfig
 from jax_megamoe.formats import RECIPES, Recipe
-from jax_megamoe.mesh import Axis
+from jax_megamoe.mesh import Axis, Split, gathered, has_explicit_axes, reshard, split_of
 from jax_megamoe.numerics import expert
 from jax_megamoe.numerics.tokens import QuantizedTokens
 from jax_megamoe.op.staged_tokens import StagedTokens, physical_routing, stage
@@ -34,10 +35,11 @@ def einsum_moe(
     padding_mask: Bool[Array, " tokens"] | None = None,
     eplb: ReplicaMap | None = None,
 ) -> Array:
-    """The layer as plain einsums on one device, to compare with.
+    """The layer as plain einsums, to compare with: on one device, or on those of split experts.
 
     Costs num_experts / top_k times the FLOPs of the layer and holds one expert's hidden values of
-    all tokens: for tests and notebooks.
+    all tokens: for tests and notebooks. Of experts that are split over devices each device has its
+    own; all tokens go to all of them. (In a trace that takes Explicit axes.)
 
     Differentiable, forwards and backwards, for `x` and `topk_weights` (exact: biases and scales
     too); a rounding counts as the identity, also where it saturates. `jax.vmap` works.
@@ -62,27 +64,57 @@ def einsum_moe(
     check_weights(config, weights)
     if eplb is not None:
         check_map(config, eplb)
-    return _einsum_moe(
-        (x, topk_ids, topk_weights),
-        unfold_biases(weights),
-        padding_mask,
-        eplb,
-        config=config,
-        exact=exact,
-    )
+    weights = unfold_biases(weights)
+    tokens = (x, topk_ids, topk_weights, padding_mask)
+    split, rows = split_of(weights), split_of(tokens)
+    y = _on_devices(tokens, weights, eplb, config=config, exact=exact, split=split)
+    return y if rows is None else _as_rows(y, rows)
 
 
-@partial(jax.jit, static_argnames=("config", "exact"))
-def _einsum_moe(
-    tokens: tuple[Array, Array, Array],
+@partial(jax.jit, static_argnames="rows")
+def _as_rows(y: Array, rows: Split) -> Array:
+    """y, split as x was."""
+    if has_explicit_axes(rows.mesh):
+        return jax.reshard(y, rows.sharding)
+    return lax.with_sharding_constraint(y, rows.sharding)
+
+
+Rows = tuple[Array, Array, Array, Array | None]
+"""x, topk_ids, topk_weights and padding_mask."""
+
+
+@partial(jax.jit, static_argnames=("config", "exact", "split"))
+def _on_devices(
+    tokens: Rows,
     weights: ExpertWeights,
-    padding_mask: Array | None,
     eplb: ReplicaMap | None,
     *,
     config: MoEConfig,
     exact: bool,
+    split: Split | None,
 ) -> Array:
-    x, topk_ids, topk_weights = tokens
+    """`_einsum_moe` where the experts are; all tokens everywhere."""
+    local = partial(_einsum_moe, config=config, exact=exact)
+    tokens, eplb = gathered((tokens, eplb))
+    if split is None:
+        return local(tokens, gathered(weights), eplb)
+    specs = (P(), weights.partition_specs(split.axes), P())
+    arrays = reshard((tokens, weights, eplb), split.mesh, specs)
+    return jax.shard_map(
+        partial(local, axis=split.axes), mesh=split.mesh, in_specs=specs, out_specs=P()
+    )(*arrays)
+
+
+def _einsum_moe(
+    tokens: Rows,
+    weights: ExpertWeights,
+    eplb: ReplicaMap | None,
+    *,
+    config: MoEConfig,
+    exact: bool,
+    axis: Axis | None = None,
+) -> Array:
+    x, topk_ids, topk_weights, padding_mask = tokens
     if padding_mask is not None:
         x = jnp.where(padding_mask[:, None], jnp.zeros_like(x), x)  # else NaN in the gradients
     if exact:
@@ -104,7 +136,7 @@ def _einsum_moe(
             fused_shared=fused,
         )
         staged = _straight_through(staged, x)
-    total = moe(staged, weights, config=config, exact=exact)
+    total = moe(staged, weights, config=config, axis=axis, exact=exact, has_all_tokens=True)
     if padding_mask is not None:
         total = jnp.where(padding_mask[:, None], 0, total)
     return total if exact else total.astype(jnp.bfloat16)
@@ -118,6 +150,7 @@ def moe(
     axis: Axis | None = None,
     num_ranks: int = 1,
     exact: bool = False,
+    has_all_tokens: bool = False,
 ) -> Float32[Array, "tokens hidden"]:
     """The layer on one rank's staged tokens: as `xla.moe`, but all ranks' tokens go everywhere.
 
@@ -128,18 +161,22 @@ def moe(
         axis: the manual mesh axis (axes) of expert parallelism; None on one rank.
         num_ranks: its size.
         exact: float32 throughout.
+        has_all_tokens: every rank is given the tokens of all, and gets all of y.
     """
     recipe = recipe_for(config, weights)
     scale = None
     if recipe.activations.has_global_scale and not exact:
         scale = expert.input_scale(weights.routed.w2_input_scale, axis)
     everyone, first_expert = staged, jnp.int32(0)
-    if axis is not None:
+    if axis is not None and not has_all_tokens:
         gather = partial(lax.all_gather, axis_name=axis, axis=0, tiled=True)
         everyone = jax.tree.map(gather, staged)
+    if axis is not None:
         first_expert = lax.axis_index(axis) * weights.routed.w13_weight.shape[0]
     slots = _slots(everyone, weights, config, first_expert, scale, exact)
-    if axis is not None:
+    if axis is not None and has_all_tokens:
+        slots = lax.psum(slots, axis)
+    elif axis is not None:
         slots = lax.psum_scatter(slots, axis, scatter_dimension=0, tiled=True)
     shared = _shared(staged, weights, config, exact)
     weighs = exact or recipe.rounding.weighs_in_combine

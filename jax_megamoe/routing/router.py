@@ -21,6 +21,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Float32, Int32
 
 from jax_megamoe import _checks
+from jax_megamoe.mesh import by_rows, split_of
 
 SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus", "topk_softmax")
 
@@ -153,7 +154,7 @@ def route(
     *,
     token_ids: Int32[Array, " tokens"] | None = None,
 ) -> Routing:
-    """Experts and weights of every token.
+    """Experts and weights of every token; of rows that are split over devices each has its own.
 
     Args:
         x: bfloat16 or float32 [T, H].
@@ -167,6 +168,13 @@ def route(
         TypeError: an array of a wrong dtype.
     """
     check_route(x, params, router, token_ids)
+    if split_of(x) is None:
+        return _route((x, token_ids), params, router=router)
+    return by_rows(_route, (x, token_ids), params, router=router)
+
+
+def _route(tokens: tuple[Array, Array | None], params: RouterParams, *, router: Router) -> Routing:
+    x, token_ids = tokens
     logits = router_logits(x, params.weight, params.bias)
     return select_experts(
         logits,

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Float32
 from jax_megamoe import _checks
 from jax_megamoe.config import ExpertSpec
 from jax_megamoe.formats import GROUPED_LAYOUTS, WEIGHT_FORMATS, WeightFormat
+from jax_megamoe.mesh import by_rows, split_of, take_rows
 from jax_megamoe.numerics import quantization
 from jax_megamoe.numerics.elements import scale_factors
 from jax_megamoe.weights import layout as layouts
@@ -49,8 +50,11 @@ def quantize_experts(
 ) -> ExpertWeights:
     """Float matrices as the config's format in kernel layout.
 
-    Quantises one expert at a time. With fewer logical than physical experts, slot p gets logical
-    expert p % num_logical_experts.
+    Quantises one expert at a time; of matrices that are split along their first dimension each
+    device its own, and the parameters are split likewise. (In a trace that takes Explicit axes:
+    JAX does not say how an array over Auto ones is split.)
+
+    With fewer logical than physical experts, slot p gets logical expert p % num_logical_experts.
 
     Args:
         config: the layer.
@@ -72,17 +76,18 @@ def quantize_experts(
     _check_parts(parts, (experts,), config.intermediate_size, config.hidden_size)
     slots = np.arange(config.num_experts) % experts
     layout = default_layout(config)
-    quantised = _quantize(parts, form=config.weight_format, layout=layout)
+    quantised = by_rows(_quantize, parts, form=config.weight_format, layout=layout)
     fields: dict[str, Any] = counted("quantize_experts", quantised)
     if config.recipe.activations.has_global_scale:
-        fields["w2_input_scale"] = _input_scales(w2_input_scale, experts)
+        fields["w2_input_scale"] = _input_scales(w2_input_scale, fields["w2_weight_scale_2"])
     elif w2_input_scale is not None:
         expected = f"None for {config.recipe.name}"
         raise ValueError(_checks.message("w2_input_scale", expected, "an array"))
     if biases is not None:
-        fields |= _bias_fields(config, biases, experts, layout)
+        fields |= _bias_fields(config, biases, layout, like=fields["w2_weight"])
     if experts != config.num_experts:
-        fields = {name: array[slots] for name, array in fields.items()}
+        split = split_of(fields)
+        fields = {name: take_rows(array, slots, split) for name, array in fields.items()}
     fused = None if shared is None else _fused(config, shared)
     weights = ExpertWeights(ExpertMatrices(**fields), fused, config.weight_format.name, layout)
     check_weights(config, weights)
@@ -117,28 +122,42 @@ def _check_parts(parts: dict[str, Array], lead: tuple[int, ...], inter: int, hid
 
 def check_finite(name: str, array: Array) -> None:
     """Raises ValueError for a concrete array with NaN or infinity; tracers pass."""
-    if not isinstance(array, Tracer) and not bool(jnp.isfinite(array).all()):
+    if isinstance(array, Tracer):
+        return
+    with jax.ensure_compile_time_eval():  # also of what a trace closes over
+        is_finite = bool(jnp.isfinite(array).all())
+    if not is_finite:
         raise ValueError(_checks.message(name, "finite values", "NaN or infinity"))
 
 
-def _input_scales(scales: Array | None, experts: int) -> Array:
+def _input_scales(scales: Array | None, like: Array) -> Array:
+    """The scales, on the devices of the scales `like`."""
     if scales is None:
-        return jnp.zeros(experts, jnp.float32)
-    _checks.shape("w2_input_scale", scales, (experts,))
+        return jnp.zeros_like(like)
+    _checks.shape("w2_input_scale", scales, like.shape)
     _checks.dtype("w2_input_scale", scales, ["float32"])
     check_finite("w2_input_scale", scales)
-    return jnp.asarray(scales)
+    return by_rows(_same, jnp.asarray(scales), like=like)
+
+
+def _same(array: Array) -> Array:
+    return array
 
 
 def _bias_fields(
-    config: ExpertSpec, biases: Matrices, experts: int, layout: str
+    config: ExpertSpec, biases: Matrices, layout: str, *, like: Array
 ) -> dict[str, Array]:
     sizes = (config.intermediate_size, config.intermediate_size, config.hidden_size)
     for name, bias, size in zip(("gate bias", "up bias", "down bias"), biases, sizes, strict=True):
-        _checks.shape(name, bias, (experts, size))
+        _checks.shape(name, bias, (like.shape[0], size))
         _checks.dtype(name, bias, _FLOAT_DTYPES)
         check_finite(name, bias)
-    gate, up, down = (jnp.asarray(bias, jnp.float32) for bias in biases)
+    arrays = tuple(jnp.asarray(bias, jnp.float32) for bias in biases)
+    return by_rows(_stored_biases, arrays, like=like, layout=layout)
+
+
+def _stored_biases(biases: Matrices, *, layout: str) -> dict[str, Array]:
+    gate, up, down = biases
     rows = layouts.w13_to_kernel(jnp.concatenate([gate, up], axis=-1), layout, axis=-1)
     return dict(w13_bias=layouts.split_rows(rows, layout, axis=-1), w2_bias=down)
 
@@ -161,11 +180,10 @@ def _fused(config: ExpertSpec, shared: Matrices) -> ExpertMatrices:
         check_finite(f"shared {part}", array)
     form = WEIGHT_FORMATS[config.shared_format]
     one = {part: jnp.asarray(array)[None] for part, array in parts.items()}
-    fields = _quantize(one, form=form, layout=INTERLEAVE_8)
+    fields = by_rows(_quantize, one, form=form, layout=INTERLEAVE_8)
     return ExpertMatrices(**{name: array[0] for name, array in fields.items()})
 
 
-@partial(jax.jit, static_argnames=("form", "layout"))
 def _quantize(parts: dict[str, Array], *, form: WeightFormat, layout: str) -> dict[str, Array]:
     def one(expert: dict[str, Array]) -> dict[str, Array]:
         w13 = jnp.concatenate([expert["gate"], expert["up"]], axis=0)
@@ -261,16 +279,20 @@ def dequantize_experts(config: ExpertSpec, weights: ExpertWeights) -> Matrices:
 
     Args:
         config: the layer.
-        weights: its parameters, all experts or one rank's.
+        weights: its parameters, all experts or one rank's; split over devices or not.
 
     Returns:
-        gate [E, I, H], up [E, I, H] and down [E, H, I], E the physical experts in `weights`.
+        gate [E, I, H], up [E, I, H] and down [E, H, I], E the physical experts in `weights`, on the
+        devices of their parameters.
     """
     if weights.layout in GROUPED_LAYOUTS:
         weights = from_grouped(weights)
     weights = unfold_biases(weights)
-    routed, layout = weights.routed, weights.layout
-    w13, w2 = _decoded(routed, config.weight_format, layout)
+    return by_rows(_dequantised, weights.routed, form=config.weight_format, layout=weights.layout)
+
+
+def _dequantised(routed: ExpertMatrices, *, form: WeightFormat, layout: str) -> Matrices:
+    w13, w2 = _decoded(routed, form, layout)
     if routed.w13_weight_scale_2 is not None:
         w13 = w13 * routed.w13_weight_scale_2[:, None, None]
         w2 = w2 * routed.w2_weight_scale_2[:, None, None]
@@ -284,11 +306,15 @@ def dequantize_biases(weights: ExpertWeights) -> dict[str, Array]:
     routed, layout = weights.routed, weights.layout
     if routed.w13_bias is None:
         return {}
-    if layout in GROUPED_LAYOUTS:
-        gate, up = jnp.split(routed.w13_bias, 2, axis=-1)
-    else:
-        gate, up = _halves(layouts.join_rows(routed.w13_bias, layout, axis=-1), layout, axis=-1)
+    gate, up = by_rows(_read_bias, routed.w13_bias, layout=layout)
     return dict(gate_bias=gate, up_bias=up, down_bias=routed.w2_bias)
+
+
+def _read_bias(bias: Array, *, layout: str) -> tuple[Array, Array]:
+    if layout in GROUPED_LAYOUTS:
+        gate, up = jnp.split(bias, 2, axis=-1)
+        return gate, up
+    return _halves(layouts.join_rows(bias, layout, axis=-1), layout, axis=-1)
 
 
 def dequantize_shared(config: ExpertSpec, weights: ExpertWeights) -> Matrices:

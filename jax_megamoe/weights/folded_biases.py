@@ -20,9 +20,6 @@ to 32 times the bias: `xla` decodes them to bfloat16, whose range they leave fro
 and from 2^123 on in MXFP8.
 """
 
-from functools import partial
-
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
@@ -31,6 +28,7 @@ from jaxtyping import Array, BFloat16, Float32, Int32, UInt8
 from jax_megamoe import _checks
 from jax_megamoe.config import ExpertSpec
 from jax_megamoe.formats import GROUPED_LAYOUTS
+from jax_megamoe.mesh import by_rows
 from jax_megamoe.plan.folding import COLUMNS, unfoldable
 from jax_megamoe.weights.layout import UTCCP
 from jax_megamoe.weights.params import ExpertWeights, check_weights
@@ -164,13 +162,13 @@ def fold_biases(config: ExpertSpec, weights: ExpertWeights) -> ExpertWeights:
     check_weights(config, weights)
     column = _column(config, weights)
     arrays = _first(weights) | dict(bias=weights.routed.w13_bias)
-    folded, is_bfloat16, is_free = _folded(arrays, form=weights.format, column=column)
+    folded, is_bfloat16, is_free = by_rows(_folded, arrays, form=weights.format, column=column)
     if not isinstance(is_free, Tracer):
-        if not bool(is_free):
+        if not bool(is_free.all()):
             expected = f"zeros in the last {COLUMNS[weights.format]} columns"
             hint = "make the config with a larger hidden_size than the model's"
             raise ValueError(_checks.message("weights.routed.w13_weight", expected, "others", hint))
-        if not bool(is_bfloat16):
+        if not bool(is_bfloat16.all()):
             expected = "finite bfloat16 values, which a group of columns holds exactly"
             hint = "round them, or leave the biases as they are: xla runs them"
             raise ValueError(_checks.message("weights.routed.w13_bias", expected, "others", hint))
@@ -179,10 +177,13 @@ def fold_biases(config: ExpertSpec, weights: ExpertWeights) -> ExpertWeights:
 
 def with_free_columns(weights: ExpertWeights) -> ExpertWeights:
     """Parameters with zeros in the columns that `fold_biases` uses: drawn ones have none."""
-    places = slice(-(COLUMNS[weights.format] // (2 if weights.format == "mxfp4" else 1)), None)
-    weight = weights.routed.w13_weight
-    freed = weight.at[..., places].set(jnp.zeros((), weight.dtype))
+    columns = COLUMNS[weights.format] // (2 if weights.format == "mxfp4" else 1)
+    freed = by_rows(_freed, weights.routed.w13_weight, columns=columns)
     return weights.with_routed(w13_weight=freed)
+
+
+def _freed(weight: Array, *, columns: int) -> Array:
+    return weight.at[..., -columns:].set(jnp.zeros((), weight.dtype))
 
 
 def folded_as(like: ExpertWeights, config: ExpertSpec, weights: ExpertWeights) -> ExpertWeights:
@@ -197,7 +198,7 @@ def unfold_biases(weights: ExpertWeights) -> ExpertWeights:
     """
     if not weights.folds_biases:
         return weights
-    plain = _unfolded(_first(weights), form=weights.format, column=_last(weights))
+    plain = by_rows(_unfolded, _first(weights), form=weights.format, column=_last(weights))
     return _with_first(weights, plain)
 
 
@@ -239,29 +240,32 @@ def _column(config: ExpertSpec, weights: ExpertWeights) -> int:
     return _last(weights)
 
 
-@partial(jax.jit, static_argnames=("form", "column"))
 def _folded(
     arrays: dict[str, Array], *, form: str, column: int
 ) -> tuple[dict[str, Array], Array, Array]:
-    """The arrays with folded biases; whether they are finite bfloat16; whether columns were 0."""
+    """The arrays with folded biases; of each expert whether they are finite bfloat16, and whether
+    the columns were 0."""
+
+    def of_expert(flags: Array) -> Array:
+        return flags.reshape(flags.shape[0], -1).all(axis=1)
+
     weight, bits = arrays["weight"], lax.bitcast_convert_type(arrays["bias"], jnp.uint32)
     is_finite = (bits >> 23 & 0xFF) != 0xFF
-    is_bfloat16 = (is_finite & (bits & 0xFFFF == 0)).all()
+    is_bfloat16 = of_expert(is_finite & (bits & 0xFFFF == 0))
     biases = lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
     if form == "bf16":
         places = slice(column, column + 1)
-        is_free = (weight[..., places] == 0).all()
+        is_free = of_expert(weight[..., places] == 0)
         return {"weight": weight.at[..., places].set(biases[..., None])}, is_bfloat16, is_free
     places, is_fp4 = _places(form, column), form == "mxfp4"
     columns, exponents = mxfp4_columns(biases) if is_fp4 else mxfp8_columns(biases)
     stored = lax.bitcast_convert_type(weight, jnp.uint8)
-    is_free = (stored[..., places] & (0x77 if is_fp4 else 0x7F) == 0).all()
+    is_free = of_expert(stored[..., places] & (0x77 if is_fp4 else 0x7F) == 0)
     weight = lax.bitcast_convert_type(stored.at[..., places].set(columns), weight.dtype)
     scale = _with_exponents(arrays["scale"], exponents, column // _GROUP)
     return {"weight": weight, "scale": scale}, is_bfloat16, is_free
 
 
-@partial(jax.jit, static_argnames=("form", "column"))
 def _unfolded(arrays: dict[str, Array], *, form: str, column: int) -> dict[str, Array]:
     weight = arrays["weight"]
     if form == "bf16":

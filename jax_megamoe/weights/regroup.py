@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
@@ -23,6 +22,7 @@ from jax_megamoe.formats import (
     WEIGHT_FORMATS,
     WeightFormat,
 )
+from jax_megamoe.mesh import by_rows
 from jax_megamoe.weights import grouped
 from jax_megamoe.weights import layout as layouts
 from jax_megamoe.weights.params import ExpertWeights
@@ -124,21 +124,21 @@ def fuses_exactly(weights: ExpertWeights) -> bool:
     Args:
         weights: in a mega kernel's layout, concrete.
     """
-    form = WEIGHT_FORMATS[weights.format]
+    form, arrays = WEIGHT_FORMATS[weights.format], _matrices(weights.routed.arrays())
+    return bool(by_rows(_fuse_exactly, arrays, form=form, layout=weights.layout).all())
 
-    @jax.jit
-    def exact(arrays: dict[str, Array]) -> Array:
-        def one(expert: dict[str, Array]) -> Array:
-            parts = _checkpoint_order(expert, form, weights.layout)
-            fine = [
-                grouped.fuses_exactly(_codes(weight, form), scale)
-                for weight, scale in parts.values()
-            ]
-            return fine[0] & fine[1]
 
-        return lax.map(one, arrays).all()
+def _fuse_exactly(arrays: dict[str, Array], *, form: WeightFormat, layout: str) -> Array:
+    """bool [E]."""
 
-    return bool(exact(_matrices(weights.routed.arrays())))
+    def one(expert: dict[str, Array]) -> Array:
+        parts = _checkpoint_order(expert, form, layout)
+        fine = [
+            grouped.fuses_exactly(_codes(weight, form), scale) for weight, scale in parts.values()
+        ]
+        return fine[0] & fine[1]
+
+    return lax.map(one, arrays)
 
 
 def _matrices(arrays: dict[str, Any]) -> dict[str, Any]:
@@ -183,9 +183,8 @@ def to_grouped(weights: ExpertWeights, layout: str, *, by_row: bool | None = Non
     if fused and by_row is None:
         traced = isinstance(weights.routed.w13_weight, Tracer)
         by_row = traced or not fuses_exactly(weights)
-    arrays = _arranged(
-        _moved(weights), form=form, old=weights.layout, new=layout, by_row=bool(by_row)
-    )
+    how = dict(form=form, old=weights.layout, new=layout, by_row=bool(by_row))
+    arrays = by_rows(_arranged, _moved(weights), **how)
     return replace(weights.with_routed(**arrays), layout=layout)
 
 
@@ -202,7 +201,6 @@ def _check(form: WeightFormat, layout: str) -> None:
     _checks.one_of(f"format of layout {layout}", form.name, formats)
 
 
-@partial(jax.jit, static_argnames=("form", "old", "new", "by_row"))
 def _arranged(
     arrays: dict[str, Array], *, form: WeightFormat, old: str, new: str, by_row: bool
 ) -> dict[str, Array]:
@@ -229,13 +227,16 @@ def from_grouped(weights: ExpertWeights, layout: str = INTERLEAVE_8) -> ExpertWe
     """
     form = WEIGHT_FORMATS[weights.format]
     arrays = weights.routed.arrays()
-    fields = jax.jit(
-        lambda stacked: lax.map(
-            lambda one: restored_fields(one, form, weights.layout, layout), stacked
-        )
-    )({name: a for name, a in arrays.items() if name in _relaid_names(form)})
+    arrays = {name: array for name, array in arrays.items() if name in _relaid_names(form)}
+    fields = by_rows(_restored, arrays, form=form, old=weights.layout, new=layout)
     dropped = {f"{name}_scale_2": None for name in _ROUTED if not form.weight.has_global_scale}
     return replace(weights.with_routed(**(dropped | fields)), layout=layout)
+
+
+def _restored(
+    arrays: dict[str, Array], *, form: WeightFormat, old: str, new: str
+) -> dict[str, Array]:
+    return lax.map(lambda expert: restored_fields(expert, form, old, new), arrays)
 
 
 def _relaid_names(form: WeightFormat) -> set[str]:

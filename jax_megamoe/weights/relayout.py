@@ -4,7 +4,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
@@ -17,6 +16,7 @@ from jax_megamoe.formats import (
     INTERLEAVE_8,
     SGL_FP4,
 )
+from jax_megamoe.mesh import by_rows
 from jax_megamoe.weights import layout as layouts
 from jax_megamoe.weights.experts import ROUNDED, counted
 from jax_megamoe.weights.folded_biases import unfold_biases
@@ -32,7 +32,7 @@ def to_layout(weights: ExpertWeights, layout: str) -> ExpertWeights:
     FlashInfer's kernels read codes and scales from one array, for the recipes mxfp4_block and
     nvfp4_block: of MXFP4, weights that lie too far below the largest of their expert and matrix are
     rounded; of NVFP4, scales that leave E4M3's normal numbers. A warning counts them. Each expert's
-    rows stay where it is.
+    rows stay on its device.
 
     The implementation ``grouped`` has layouts of its own: ``"humming_fp8"`` beside fp8_block
     activations, else ``"humming_bf16"``. MXFP4 in the first keeps 12 powers of two of its block
@@ -65,7 +65,7 @@ def to_layout(weights: ExpertWeights, layout: str) -> ExpertWeights:
         return _repacked(weights, layout)
     routed = weights.routed
     arrays = {name: array for name, array in routed.arrays().items() if name in W13_ROWS}
-    moved: dict[str, Any] = _moved_rows(arrays, old=weights.layout, new=layout)
+    moved: dict[str, Any] = by_rows(_moved_rows, arrays, old=weights.layout, new=layout)
     return replace(weights.with_routed(**moved), layout=layout)
 
 
@@ -80,7 +80,7 @@ def _repacked(weights: ExpertWeights, layout: str) -> ExpertWeights:
     arrays = weights.routed.arrays()
     names = [name for name in arrays if name.startswith(("w13_weight", "w2_weight"))]
     matrices = {name: arrays[name] for name in names}
-    made = counted("to_layout", _repack(matrices, old=weights.layout, new=layout))
+    made = counted("to_layout", by_rows(_repack, matrices, old=weights.layout, new=layout))
     fields: dict[str, Any] = dict.fromkeys(
         ("w13_weight_scale", "w2_weight_scale", "w13_weight_scale_2", "w2_weight_scale_2")
     )
@@ -88,13 +88,11 @@ def _repacked(weights: ExpertWeights, layout: str) -> ExpertWeights:
     if weights.format == "nvfp4" and layout not in PACKED_LAYOUTS:
         fields["w2_input_scale"] = jnp.zeros_like(made["w2_weight_scale_2"])
     if weights.routed.w13_bias is not None:
-        rows = layouts.join_rows(weights.routed.w13_bias, weights.layout, -1)
-        rows = layouts.w13_to_kernel(layouts.w13_from_kernel(rows, weights.layout, -1), layout, -1)
-        fields["w13_bias"] = layouts.split_rows(rows, layout, -1)
+        bias = dict(w13_bias=weights.routed.w13_bias)
+        fields |= by_rows(_moved_rows, bias, old=weights.layout, new=layout)
     return replace(weights.with_routed(**fields), layout=layout)
 
 
-@partial(jax.jit, static_argnames=("old", "new"))
 def _repack(arrays: dict[str, Array], *, old: str, new: str) -> dict[str, Array]:
     """Routed matrices of one layout in another, an expert at a time."""
 
@@ -143,7 +141,6 @@ def _checkpoint_order(
     return codes, scales, outer
 
 
-@partial(jax.jit, static_argnames=("old", "new"))
 def _moved_rows(arrays: dict[str, Array], *, old: str, new: str) -> dict[str, Array]:
     """w13's arrays of one layout in another."""
 
