@@ -8,6 +8,7 @@ FOLDER = Path(__file__).parent
 SLOW = (
     "test_examples.py",
     "test_manual.py",
+    "test_mesh.py",
     "cli/test_ahead.py",
     "cli/test_bench_gpu.py",
     "cli/test_bench_load.py",
