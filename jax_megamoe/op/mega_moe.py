@@ -17,7 +17,8 @@ from jax_megamoe import _checks, symmetric_memory
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.formats import GROUPED_LAYOUTS
 from jax_megamoe.launch import deep_gemm, grouped, measured
-from jax_megamoe.mesh import axis_names, explicit_mesh, gathered
+from jax_megamoe.mesh import explicit_mesh, gathered
+from jax_megamoe.op.shardings import check_shardings, say_what_is_unseen
 from jax_megamoe.op.transforms import (
     Axis,
     Call,
@@ -157,7 +158,8 @@ def call(
         local_experts = config.experts_per_rank(place.num_ranks)
     check_weights(config, weights, local_experts)
     _check_shared(config, weights, shared_experts)
-    _check_shardings(place, tokens._asdict(), weights)
+    check_shardings(place, tokens._asdict(), weights)
+    say_what_is_unseen(place, x)
     chosen = _choose(config, weights, place, x, implementation)
     capture(name, tokens.topk_ids, padding_mask, None if place.inside else place.mesh)
     missing = 0 if place.inside else -num_tokens % place.num_parts
@@ -247,59 +249,6 @@ def _check_shared(
                 "use num_shared_experts=0 where the shared expert is computed elsewhere",
             )
         )
-
-
-def _check_shardings(place: Place, tokens: dict[str, Any], weights: ExpertWeights) -> None:
-    """Refuses inputs that JAX would gather silently: sharded in another way than the axis does.
-
-    Sees the sharding of concrete arrays and of traced ones with Explicit axes.
-    """
-    if place.inside:
-        return
-    allowed, rows = set(axis_names(place.axis)), set(axis_names(place.token_axes))
-    over = "split over {} along the first dimension alone"
-    hint = "name the axes in token_axes=, or call inside your own jax.shard_map"
-    inner = "there is no tensor parallelism inside an expert"
-    if not allowed:
-        over, hint, inner = "one device's array", "pass mesh= and axis=", "pass mesh= and axis="
-    for name, array in tokens.items():
-        _check_sharding(name, array, rows, over.format(sorted(rows)), hint)
-    over = over.format(sorted(allowed))
-    for name, array in weights.routed.arrays().items():
-        _check_sharding(f"weights.routed.{name}", array, allowed, over, inner)
-    if weights.shared is None:
-        return
-    hint = "pass a sharded shared expert as the function shared_experts="
-    for name, array in weights.shared.arrays().items():
-        _check_sharding(f"weights.shared.{name}", array, set(), "a replicated array", hint)
-
-
-def _check_sharding(name: str, array: Any, allowed: set[str], expected: str, hint: str) -> None:
-    spec = _spec(array)
-    used = {axis for entry in spec[:1] for axis in entry}
-    if used - allowed or any(spec[1:]):
-        raise ValueError(_checks.message(name, expected, f"sharding {spec}", hint))
-
-
-def _spec(array: Any) -> tuple[tuple[str, ...], ...]:
-    """The known partition spec of an array over axes of more than one device, or ()."""
-    if isinstance(array, Tracer):
-        sharding = jax.typeof(array).sharding
-    else:
-        sharding = getattr(array, "sharding", None)
-    if not isinstance(sharding, NamedSharding):
-        return ()
-    sizes = sharding.mesh.shape
-    return tuple(
-        tuple(axis for axis in _names(entry) if sizes[axis] > 1) for entry in sharding.spec
-    )
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    """Axes in one entry of a PartitionSpec, or in an `Axis`."""
-    if entry is None or entry is P.UNCONSTRAINED:
-        return ()
-    return entry if isinstance(entry, tuple) else (entry,)
 
 
 def _choose(

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_megamoe as mm
+from jax_megamoe.op import shardings
 
 TOKENS = 16
 CONFIG = cases.config("mxfp8")
@@ -299,6 +300,42 @@ class TestShardings:
         message = r"^padding_mask: expected split over \['ep'\] .* got sharding \(\('tp',\),\)"
         with pytest.raises(ValueError, match=message):
             call(padding_mask=mask, mesh=mask.sharding.mesh, axis="ep")
+
+    @pytest.mark.parametrize(
+        ("place", "level", "said"),
+        [
+            (
+                {},
+                "WARNING",
+                "x lies on a mesh with the axes ['tp', 'ep'], which the call does not name: if its "
+                "rows are split over them, JAX gathers the rows and every device computes all of "
+                "them; pass mesh= and axis=",
+            ),
+            (
+                dict(axis="ep"),
+                "INFO",
+                "x lies on a mesh with the axes ['tp'], which the call does not name: if its rows "
+                "are split over them, JAX gathers the rows and every device computes all of them; "
+                "name them in token_axes=",
+            ),
+            (dict(axis="ep", token_axes=("tp", "ep")), None, None),
+        ],
+        ids=["no axis", "another axis", "all named"],
+    )
+    def test_traced_tokens_over_axes_that_were_not_named(
+        self, place: Any, level: Any, said: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """A trace knows of Auto axes alone that there are some: said once."""
+        shardings._log_unseen.cache_clear()
+        x = put(X, ("tp", "ep"))
+        place = place | (dict(mesh=x.sharding.mesh) if place else {})
+        with caplog.at_level("INFO", logger="jax_megamoe"):
+            for _ in range(2):
+                run = partial(mm.mega_moe, config=CONFIG, implementation="xla", **place)
+                jax.jit(run).lower(x, IDS, FACTORS, cases.weights(CONFIG))
+        records = [r for r in caplog.records if r.getMessage().startswith("x lies")]
+        got = [(record.levelname, record.getMessage()) for record in records]
+        assert got == ([] if said is None else [(level, said)])
 
 
 def test_deep_gemm_never_falls_back() -> None:
