@@ -42,7 +42,8 @@ ROOMS = {
         "checkpoint.header checkpoint.tensors layout flashinfer_layout flashinfer_factors packed "
         "grouped params folded_biases regroup requantize checkpoint.buffers checkpoint.projection "
         "checkpoint.select experts drawn relayout move checkpoint.converted checkpoint.gather "
-        "checkpoint.load checkpoint.block_tensors checkpoint.convert checkpoint",
+        "checkpoint.progress checkpoint.load checkpoint.block_tensors checkpoint.convert "
+        "checkpoint",
     ),
     "routing": ("_checks config mesh numerics weights", "router replicas rebalance stats"),
     "compile": (

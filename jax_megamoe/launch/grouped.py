@@ -1,8 +1,10 @@
 """The grouped implementation: which device and layout it takes, and its one custom call."""
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ from jaxtyping import Array, BFloat16, Bool, Float32, Int32
 from jax_megamoe import compile as compiler
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.launch import launcher
-from jax_megamoe.launch.runnable import Unavailable
+from jax_megamoe.launch.runnable import Unavailable, installed_family, unfused
 from jax_megamoe.mesh import Axis
 from jax_megamoe.numerics import expert
 from jax_megamoe.plan.grouped import humming, layer
@@ -22,6 +24,8 @@ from jax_megamoe.routing.replicas import ReplicaMap
 from jax_megamoe.runtime import extension
 from jax_megamoe.runtime.devices import spec_of
 from jax_megamoe.weights.params import ExpertWeights, recipe_for
+
+_log = logging.getLogger("jax_megamoe")
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,62 @@ def activation_format(config: MoEConfig) -> str:
     return config.recipe.activations.name
 
 
+def layer_layout(
+    config: MoEConfig,
+    device: jax.Device,
+    num_ranks: int,
+    implementation: str | None,
+    *,
+    adds_biases: bool = False,
+) -> str | None:
+    """The layout of the products that a layer should hold its parameters in; None: no such.
+
+    Where the implementation is named, that of the device. Where none is, only if the products are
+    installed and no fused kernel runs the config, and on what they have run on: one GPU of compute
+    capability 9.0 (benchmarks/results/grouped_h200.json). There `xla` is the other choice.
+
+    Args:
+        config: the layer.
+        device: of each rank.
+        num_ranks: expert-parallel ranks.
+        implementation: the layer's.
+        adds_biases: the experts have biases that are not folded, which no fused kernel adds.
+    """
+    spec = spec_of(device, config.reserved_sms)
+    if isinstance(spec, Refusal) or implementation not in (None, GroupedRoute.implementation):
+        return None
+    layout = layout_of(config, layer.planned_arch(spec.arch) or spec.arch)
+    if isinstance(layout, Refusal):
+        return None
+    if implementation is not None:
+        return layout
+    has_run = spec.arch == 90 and num_ranks == 1
+    if not has_run or isinstance(_installed(), Refusal):
+        return None
+    fused = installed_family(unfused(config), spec, num_ranks)
+    if not adds_biases and not isinstance(fused, Refusal):
+        return None
+    _log_chosen(config.recipe.name, adds_biases)
+    return layout
+
+
+@lru_cache
+def _log_chosen(recipe: str, adds_biases: bool) -> None:
+    """Says once why layers hold parameters for the grouped products."""
+    why = "adds biases" if adds_biases else "runs it on this device"
+    _log.info("%s runs as implementation grouped: no installed fused kernel %s", recipe, why)
+
+
+def _installed() -> Unavailable | None:
+    """What of the products is not here."""
+    try:
+        extension.module()
+        compiler.find_source(humming.SOURCE)
+    except (ImportError, compiler.MissingDependency) as error:
+        return Unavailable(str(error), cause=error)
+    return None
+
+
 def try_route(
     config: MoEConfig,
     device: jax.Device,
@@ -100,11 +160,9 @@ def try_route(
     if local > layer.MAX_EXPERTS:
         expected = f"at most {layer.MAX_EXPERTS} for implementation grouped"
         return unfit("experts of a rank", expected, local, "use more ranks, or xla")
-    try:
-        extension.module()
-        compiler.find_source(humming.SOURCE)
-    except (ImportError, compiler.MissingDependency) as error:
-        return Unavailable(str(error), cause=error)
+    absent = _installed()
+    if absent is not None:
+        return absent
     # 8.6 runs what is compiled for 8.0 and has less room.
     room = SHARED_MEMORY[89] if spec.arch == 86 else 0
     route = GroupedRoute(arch, spec.num_sms, num_ranks, room)

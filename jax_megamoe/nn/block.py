@@ -341,6 +341,7 @@ class MegaMoEBlock(nnx.Module):
             quantization_config=quantization_config,
             stored_sizes=self.stored_sizes,
             gate_up_order=gate_up_order,
+            layout=made.experts.layout,
             progress=progress,
         )
         check_biases(self.experts.has_biases, experts, tensors.prefix)

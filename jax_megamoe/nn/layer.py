@@ -14,8 +14,8 @@ from jaxtyping import Array, BFloat16, Bool, Float32, Int32
 
 from jax_megamoe import _checks
 from jax_megamoe.config import MoEConfig
-from jax_megamoe.formats import GROUPED_LAYOUTS
-from jax_megamoe.launch import deep_gemm, runnable
+from jax_megamoe.formats import GROUPED_LAYOUTS, INTERLEAVE_8
+from jax_megamoe.launch import deep_gemm, grouped, runnable
 from jax_megamoe.mesh import Axis, current_mesh
 from jax_megamoe.nn.variables import ExpertVariable, MatrixVariables, held, replicated
 from jax_megamoe.op.mega_moe import PORTABLE, call
@@ -75,13 +75,15 @@ class MegaMoE(nnx.Module):
         Args:
             config: the layer.
             weights: its parameters; None: random ones, drawn with `rngs`, by each device its own.
-                NVFP4 ones are moved to the row order of the kernel source that is installed, where
-                only one is; config.kernel_source names one for all machines.
+                They are moved to the layout of the kernel that will run: NVFP4 to the row order of
+                the source that is installed, where only one is (config.kernel_source names one for
+                all machines); to the grouped products' where `implementation` names them, or names
+                none and they alone run on this device.
             mesh: where to shard them; None: over the current mesh (`jax.set_mesh`), if it has
                 `axis`.
             axis: the expert-parallel mesh axis, or several.
             token_axes: see `mega_moe`.
-            implementation: ``"deep_gemm"``, ``"xla"``, ``"reference"`` or None.
+            implementation: as `mega_moe` names it.
             eplb: where the replicas in `weights` are; None: slot p holds logical expert
                 p % num_logical_experts.
             has_biases: whether random parameters have biases, 0.
@@ -96,22 +98,28 @@ class MegaMoE(nnx.Module):
         spread = current_mesh(axis) if mesh is None else mesh
         if spread is not None:
             place_of(config, spread, axis, token_axes)
-        layout = default_layout(config) if weights is None else weights.layout
-        if implementation not in PORTABLE:
-            is_real = isinstance(spread, Mesh)
-            device = spread.devices.flat[0] if is_real else deep_gemm.default_device()
-            layout = runnable.runnable_layout(config, layout, device)
         is_drawn = weights is None
+        adds_biases = has_biases if weights is None else weights.routed.w2_bias is not None
+        layout = _layout_here(
+            config,
+            default_layout(config) if weights is None else weights.layout,
+            spread,
+            axis,
+            implementation,
+            adds_biases=adds_biases and not folds_biases,
+        )
         if weights is None:
             if rngs is None:
                 raise ValueError(
                     "weights: expected an ExpertWeights, or rngs to draw them, got None"
                 )
             key = rngs.params()
+            drawn = INTERLEAVE_8 if layout in GROUPED_LAYOUTS else layout
             weights = random_experts(
-                config, key, layout=layout, has_biases=has_biases, mesh=spread, axis=axis
+                config, key, layout=drawn, has_biases=has_biases, mesh=spread, axis=axis
             )
-        check_weights(config, weights)
+        else:
+            check_weights(config, weights)
         weights = to_layout(weights, layout)
         if folds_biases and implementation in (None, "deep_gemm") and layout not in GROUPED_LAYOUTS:
             weights = with_free_columns(weights) if is_drawn else weights
@@ -239,6 +247,8 @@ class MegaMoE(nnx.Module):
             words = {True: "an array, as the layer has", False: "None: the layer has none"}
             got = "an array" if name in given else None
             raise ValueError(_checks.message(f"weights.{name}", words[name in own], got))
+        for name, array in own.items():
+            _checks.shape(f"weights.{name}", given[name], array.shape, "as the layer has")
         if eplb is None and self.num_replicas is not None:
             eplb = initial_map(self.config)
         if eplb is not None:
@@ -334,6 +344,27 @@ class MegaMoE(nnx.Module):
                 setattr(self, name, nnx.data(variable))
             else:
                 _put(variable, array)
+
+
+def _layout_here(
+    config: MoEConfig,
+    layout: str,
+    mesh: Mesh | AbstractMesh | None,
+    axis: Axis | None,
+    implementation: str | None,
+    *,
+    adds_biases: bool,
+) -> str:
+    """The layout that parameters of `layout` get in a layer on this machine."""
+    if implementation in PORTABLE or (implementation is None and layout in GROUPED_LAYOUTS):
+        return layout
+    is_real = isinstance(mesh, Mesh)
+    device = mesh.devices.flat[0] if is_real else deep_gemm.default_device()
+    num_ranks = place_of(config, mesh, axis).num_ranks
+    for_products = grouped.layer_layout(
+        config, device, num_ranks, implementation, adds_biases=adds_biases
+    )
+    return for_products or runnable.runnable_layout(config, layout, device)
 
 
 def _put(variable: nnx.Variable[Any], array: Any) -> None:

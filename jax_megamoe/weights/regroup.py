@@ -6,6 +6,7 @@ a multiple of 256 with zeros. Shapes are those of `grouped.shapes`. Each expert 
 itself, so that arrays may be one rank's.
 """
 
+import logging
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,6 +27,8 @@ from jax_megamoe.mesh import by_rows
 from jax_megamoe.weights import grouped
 from jax_megamoe.weights import layout as layouts
 from jax_megamoe.weights.params import ExpertWeights
+
+_log = logging.getLogger("jax_megamoe")
 
 _ROUTED = ("w13_weight", "w2_weight")
 
@@ -237,6 +240,32 @@ def _restored(
     arrays: dict[str, Array], *, form: WeightFormat, old: str, new: str
 ) -> dict[str, Array]:
     return lax.map(lambda expert: restored_fields(expert, form, old, new), arrays)
+
+
+def in_rows(weights: ExpertWeights) -> ExpertWeights:
+    """The parameters, out of a grouped layout if they are in one."""
+    return from_grouped(weights) if weights.layout in GROUPED_LAYOUTS else weights
+
+
+def as_grouped(like: ExpertWeights, weights: ExpertWeights) -> ExpertWeights:
+    """Changed parameters in the grouped layout of `like` and of its shapes; themselves where it is
+    in none.
+
+    A warning says so where second scales of whole matrices, which `like` has, round values.
+    """
+    if like.layout not in GROUPED_LAYOUTS:
+        return weights
+    form, second = WEIGHT_FORMATS[like.format], like.routed.w13_weight_scale_2
+    by_row = getattr(second, "ndim", 1) == 2
+    is_fused = getattr(grouped.packing(form, like.layout), "fused", False)
+    if is_fused and not by_row and not fuses_exactly(weights):
+        _log.warning(
+            "%s: blocks of weights over %d powers of two below the largest of their matrix are "
+            "rounded; load all experts anew for scales of rows",
+            like.layout,
+            grouped.FUSED_BINADES - 1,
+        )
+    return to_grouped(weights, like.layout, by_row=by_row)
 
 
 def _relaid_names(form: WeightFormat) -> set[str]:

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from jax_megamoe import _checks
 from jax_megamoe._files import replaced
 from jax_megamoe.config import ExpertSpec, MoEConfig
-from jax_megamoe.plan import families
+from jax_megamoe.formats import GROUPED_LAYOUTS
 from jax_megamoe.weights.checkpoint.buffers import Placement, place
 from jax_megamoe.weights.checkpoint.header import DTYPES, StoredTensor, read_header
 from jax_megamoe.weights.folded_biases import unfold_biases
@@ -34,6 +34,7 @@ from jax_megamoe.weights.params import (
     ExpertWeights,
     check_weights,
     default_layout,
+    known_layouts,
 )
 
 FILE_VERSION = 1
@@ -99,8 +100,9 @@ def load_converted(
 
     Args:
         path: the file, which may be replaced or removed once this returns.
-        config: the layer, of the format, layout and sizes in the file; of an `ExpertSpec`, which
-            names no kernel, any layout is right.
+        config: the layer, of the format, layout and sizes in the file. Layouts of the grouped
+            products are right for every config, all layouts for an `ExpertSpec`, which names no
+            kernel.
         mesh: shards the experts over `axis`; None: all on the default device.
         axis: the mesh axis, or axes.
 
@@ -113,10 +115,9 @@ def load_converted(
     path = Path(path)
     tensors, metadata = read_header(path)
     layout = default_layout(config)
-    if not isinstance(config, MoEConfig) and metadata.get("layout") in families.layouts(
-        config.recipe
-    ):
-        layout = metadata["layout"]
+    stored = metadata.get("layout", layout)
+    if stored in (GROUPED_LAYOUTS if isinstance(config, MoEConfig) else known_layouts(config)):
+        layout = stored
     expected = _metadata(config, layout)
     for key, value in expected.items():
         if metadata.get(key) != value:

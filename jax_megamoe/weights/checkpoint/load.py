@@ -7,27 +7,23 @@ other ranks' experts not at all.
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from jax_megamoe import _checks
 from jax_megamoe.config import ExpertSpec
-from jax_megamoe.formats import WEIGHT_FORMATS, WeightFormat
+from jax_megamoe.formats import GROUPED_LAYOUTS, INTERLEAVE_8, WEIGHT_FORMATS, WeightFormat
 from jax_megamoe.weights.checkpoint.buffers import ParameterBuffers, place, placement_of
 from jax_megamoe.weights.checkpoint.dialects import SHARED, Dialect, Role
 from jax_megamoe.weights.checkpoint.families import GateUpOrder
 from jax_megamoe.weights.checkpoint.gather import Gathering, Key
 from jax_megamoe.weights.checkpoint.header import StoredTensor
+from jax_megamoe.weights.checkpoint.progress import progress_bar
 from jax_megamoe.weights.checkpoint.projection import (
     Cache,
     Projection,
@@ -43,7 +39,14 @@ from jax_megamoe.weights.checkpoint.select import (
 from jax_megamoe.weights.checkpoint.tensors import Checkpoint, HeldTensor
 from jax_megamoe.weights.folded_biases import folded_as, unfold_biases
 from jax_megamoe.weights.packed import PACKED_LAYOUTS, log_rounded
-from jax_megamoe.weights.params import ExpertWeights, check_weights, default_layout
+from jax_megamoe.weights.params import (
+    ExpertWeights,
+    check_weights,
+    default_layout,
+    known_layouts,
+)
+from jax_megamoe.weights.regroup import as_grouped, in_rows
+from jax_megamoe.weights.relayout import to_layout
 from jax_megamoe.weights.requantize import QuantizedMatrix, concatenated, requantize
 
 Pairs = Iterable[tuple[str, Any]] | Mapping[str, Any]
@@ -83,7 +86,8 @@ def load_experts(
             stacks [E, H, 2I] without any of that are refused.
         stored_sizes: hidden and intermediate size of the checkpoint, where the config's are those
             rounded up: the rest is filled with zeros.
-        layout: row order of w13; None: that of the config's kernels, see `default_layout`.
+        layout: of the parameters, see `to_layout`; None: that of the config's kernels. The grouped
+            products' are made on the devices, from `interleave8`.
 
     Raises:
         ValueError: a tensor missing, unknown, there twice or of a wrong shape; a value or scale
@@ -189,11 +193,12 @@ class ExpertLoader:
     ) -> None:
         self._config = config
         self._prefix = prefix
-        self._initial = initial
         placement = place(config, mesh, axis, physical_to_logical)
         if initial is not None:
             check_weights(config, initial)
             placement, layout = placement_of(initial, placement), initial.layout
+        elif layout is not None:
+            _checks.one_of("layout", layout, known_layouts(config))
         self._has_shared = bool(config.num_shared_experts and config.shared_format)
         self._local = set(placement.slots)
         self._gathering = Gathering(
@@ -203,8 +208,11 @@ class ExpertLoader:
             stored_sizes=stored_sizes or (config.hidden_size, config.intermediate_size),
             gate_up_order=gate_up_order,
         )
-        self._layout = layout or default_layout(config)
-        self._buffers = ParameterBuffers(config, placement, self._layout, initial)
+        # Experts for the grouped products are written in rows, and converted by the devices.
+        self._grouped = layout if layout in GROUPED_LAYOUTS else None
+        self._layout = INTERLEAVE_8 if self._grouped else layout or default_layout(config)
+        self._initial, before = initial, initial and in_rows(initial)
+        self._buffers = ParameterBuffers(config, placement, self._layout, before)
         self._rounded: list[int] = []
 
     def add(self, pairs: Pairs, *, progress: bool = False) -> None:
@@ -214,7 +222,7 @@ class ExpertLoader:
             as `load_experts`.
         """
         items = pairs.items() if isinstance(pairs, Mapping) else pairs
-        with _progress(progress, self._prefix, None) as advance:
+        with progress_bar(progress, self._prefix, None) as advance:
             for name, array in cast(Iterable[tuple[str, Any]], items):
                 role = self._gathering.role(name)
                 if role is None:
@@ -247,7 +255,7 @@ class ExpertLoader:
             self._check_complete(range(self._config.logical_experts))
         groups = self._groups()
         total = sum(self._num_bytes(keys) for keys in groups)
-        with _progress(progress, self._prefix, total) as advance:
+        with progress_bar(progress, self._prefix, total) as advance:
             with ThreadPoolExecutor(min(_IN_FLIGHT, os.cpu_count() or 1)) as pool:
                 futures = [pool.submit(self._convert, keys) for keys in groups]
                 try:
@@ -269,6 +277,10 @@ class ExpertLoader:
             self._buffers.fill("w2_input_scale", 0.0)
         log_rounded(self._prefix, sum(self._rounded))
         weights = self._buffers.finish()
+        if self._grouped is not None and self._initial is not None:
+            weights = as_grouped(self._initial, weights)
+        elif self._grouped is not None:
+            weights = to_layout(weights, self._grouped)
         check_weights(self._config, weights)
         return weights
 
@@ -386,15 +398,3 @@ def _checked_array(name: str, array: Any) -> Any:
     if not hasattr(array, "dtype") or not hasattr(array, "shape"):
         raise TypeError(_checks.message(name, "an array", type(array).__name__))
     return array
-
-
-@contextmanager
-def _progress(show: bool, prefix: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """A bar of bytes; yields what advances it."""
-    if not show or jax.process_index() != 0:
-        yield lambda _: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    with Progress(*columns, TransferSpeedColumn(), console=Console(stderr=True)) as bar:
-        task = bar.add_task(prefix, total=total)
-        yield partial(bar.advance, task)

@@ -1,0 +1,197 @@
+"""Parameters of layers that the grouped products run: loaded, reloaded and kept in their layout."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import transformers_cases
+from emulation import B200, H200
+
+import jax_megamoe as mm
+from jax_megamoe.launch import grouped, runnable
+from jax_megamoe.plan.device import DeviceSpec
+from jax_megamoe.weights.regroup import fuses_exactly, to_grouped
+
+LAYOUTS = {
+    "fp8_block": "humming_fp8",
+    "mxfp4_block": "humming_fp8",
+    "mxfp4": "humming_bf16",
+    "mxfp8": "humming_bf16",
+    "nvfp4": "humming_bf16",
+}
+"""By recipe, on compute capability 9.0."""
+
+GPT_OSS = next(case for case in transformers_cases.CASES if case.name == "gpt_oss")
+PREFIX = "m.experts"
+
+
+@pytest.fixture
+def on_device(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Lets CPU devices stand for another kind, where the products are installed or not."""
+
+    def stand_for(device: DeviceSpec, *, installed: bool = True) -> None:
+        for module in (runnable, grouped):
+            monkeypatch.setattr(module, "spec_of", lambda *_: device)
+        absent = None if installed else runnable.Unavailable("no humming")
+        monkeypatch.setattr(grouped, "_installed", lambda: absent)
+
+    return stand_for
+
+
+def checkpoint(seed: int = 0, spread: float = 0.0) -> dict[str, jax.Array]:
+    """Four experts of hidden size 256; `spread`: binades by which an expert's columns differ."""
+    rng = np.random.default_rng(seed)
+    sizes = dict(gate_proj=(128, 256), up_proj=(128, 256), down_proj=(256, 128))
+    tensors = {}
+    for expert in range(4):
+        for name, shape in sizes.items():
+            scale = 2.0 ** np.linspace(spread / 2, -spread / 2, shape[1])
+            values = rng.standard_normal(shape) * scale
+            tensors[f"{PREFIX}.{expert}.{name}.weight"] = jnp.asarray(values, jnp.bfloat16)
+    return tensors
+
+
+def config(recipe: str) -> mm.MoEConfig:
+    return cases.config(recipe, num_experts=4, hidden_size=256, intermediate_size=128)
+
+
+def load(recipe: str, tensors: dict[str, jax.Array], layout: str | None = None) -> mm.ExpertWeights:
+    return mm.load_experts(config(recipe), tensors, prefix=PREFIX, progress=False, layout=layout)
+
+
+def in_rows(recipe: str, tensors: dict[str, jax.Array]) -> mm.ExpertWeights:
+    """Loaded for a kernel that reads rows as they are."""
+    own = config(recipe)
+    plain = replace(own, activation_format=None) if recipe == "mxfp4_block" else own
+    return mm.load_experts(plain, tensors, prefix=PREFIX, progress=False)
+
+
+def assert_same(got: mm.ExpertWeights, want: mm.ExpertWeights) -> None:
+    assert got.layout == want.layout and got.arrays().keys() == want.arrays().keys()
+    for name, array in want.arrays().items():
+        np.testing.assert_array_equal(np.asarray(got.arrays()[name]), np.asarray(array), name)
+
+
+@pytest.mark.parametrize("recipe", LAYOUTS)
+def test_loading_gives_what_to_layout_gives(recipe: str) -> None:
+    tensors, layout = checkpoint(), LAYOUTS[recipe]
+    assert_same(load(recipe, tensors, layout), mm.to_layout(in_rows(recipe, tensors), layout))
+
+
+@pytest.mark.parametrize("recipe", LAYOUTS)
+def test_a_layer_converts_for_the_implementation_it_names(
+    recipe: str, on_device: Callable[..., None]
+) -> None:
+    on_device(H200)
+    weights = load(recipe, checkpoint())
+    layer = mm.MegaMoE(config(recipe), weights, implementation="grouped")
+    assert_same(layer.weights, mm.to_layout(weights, LAYOUTS[recipe]))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "device", "layout"),
+    [
+        ("mxfp8", H200, "humming_bf16"),
+        ("mxfp4", H200, "humming_bf16"),
+        ("bf16", H200, "interleave8"),  # the products have no BF16 weights
+        ("fp8_block", H200, "interleave8"),  # the fused kernel runs it
+        ("mxfp8", B200, "interleave8"),
+        ("mxfp8", DeviceSpec(80, 108), "interleave8"),  # where the products have not run
+    ],
+)
+def test_a_layer_without_an_implementation(
+    recipe: str, device: DeviceSpec, layout: str, on_device: Callable[..., None]
+) -> None:
+    on_device(device)
+    sizes = dict(hidden_size=512, intermediate_size=256)
+    weights = cases.weights(cases.config(recipe, **sizes))
+    layer = mm.MegaMoE(cases.config(recipe, **sizes), weights)
+    assert layer.layout == layout
+    x, ids, factors = cases.tokens(layer.config, 8)
+    want = mm.mega_moe(x, ids, factors, layer.weights, config=layer.config, implementation="xla")
+    layer.implementation = "xla"
+    np.testing.assert_array_equal(
+        np.asarray(layer(x, ids, factors), np.float32), np.asarray(want, np.float32)
+    )
+
+
+def test_what_keeps_a_layer_from_the_products(on_device: Callable[..., None]) -> None:
+    own, weights = config("mxfp8"), load("mxfp8", checkpoint())
+    on_device(H200, installed=False)
+    assert mm.MegaMoE(own, weights).layout == "interleave8"
+    on_device(H200)
+    assert mm.MegaMoE(own, weights, implementation="xla").layout == "interleave8"
+    assert mm.MegaMoE(own, weights, mesh=cases.ep_mesh(2), axis="ep").layout == "interleave8"
+    moved = mm.to_layout(weights, "humming_bf16")
+    on_device(H200, installed=False)
+    assert mm.MegaMoE(own, moved).layout == "humming_bf16"
+
+
+def test_experts_with_biases(on_device: Callable[..., None]) -> None:
+    """The fused kernel adds none, so the products run a recipe that it has."""
+    on_device(H200)
+    own = cases.config("fp8_block", hidden_size=512, intermediate_size=256)
+    plain = cases.weights(own)
+    gate, up, down = mm.dequantize_experts(own, plain)
+    biases = (jnp.ones(gate.shape[:2]), jnp.ones(up.shape[:2]), jnp.ones(down.shape[:2]))
+    weights = mm.quantize_experts(own, gate, up, down, biases=biases)
+    assert mm.MegaMoE(own, plain).layout == "interleave8"
+    assert mm.MegaMoE(own, weights).layout == "humming_fp8"
+
+
+@pytest.mark.parametrize("recipe", LAYOUTS)
+def test_reloading_some_experts(recipe: str) -> None:
+    old, new, layout = checkpoint(0), checkpoint(1), LAYOUTS[recipe]
+    some = {name: array for name, array in new.items() if f"{PREFIX}.2." in name}
+    got = mm.reload_experts(
+        config(recipe), load(recipe, old, layout), some, prefix=PREFIX, progress=False
+    )
+    assert_same(got, load(recipe, old | some, layout))
+
+
+def test_reloading_keeps_second_scales_of_matrices(caplog: pytest.LogCaptureFixture) -> None:
+    """Values that they cannot hold are rounded, which is said; shapes stay."""
+    near, far = checkpoint(), checkpoint(1, spread=20)
+    weights = load("mxfp4_block", near, "humming_fp8")
+    assert weights.routed.w13_weight_scale_2.shape == (4,)
+    got = mm.reload_experts(config("mxfp4_block"), weights, far, prefix=PREFIX, progress=False)
+    want = in_rows("mxfp4_block", far)
+    assert not fuses_exactly(want)
+    assert_same(got, to_grouped(want, "humming_fp8", by_row=False))
+    assert "over 11 powers of two below the largest" in caplog.text
+    assert load("mxfp4_block", far, "humming_fp8").routed.w13_weight_scale_2.shape == (4, 256)
+
+
+@pytest.mark.parametrize("recipe", LAYOUTS)
+def test_files_hold_the_layout(recipe: str, tmp_path: Path) -> None:
+    own, weights = config(recipe), load(recipe, checkpoint(), LAYOUTS[recipe])
+    mm.save_experts(tmp_path / "layer.safetensors", own, weights)
+    assert_same(mm.load_converted(tmp_path / "layer.safetensors", own), weights)
+
+
+def test_replace_wants_the_shapes_of_the_layer() -> None:
+    own, near, far = config("mxfp4_block"), checkpoint(), checkpoint(1, spread=20)
+    layer = mm.MegaMoE(own, load("mxfp4_block", near, "humming_fp8"))
+    with pytest.raises(ValueError, match=r"w13_weight_scale_2: expected shape \[4\], got .*4, 256"):
+        layer.replace(load("mxfp4_block", far, "humming_fp8"))
+
+
+def test_gpt_oss_block_on_hopper(on_device: Callable[..., None]) -> None:
+    """Its recorded block, loaded into the products' layout with biases of its own."""
+    make = mm.MegaMoEBlock.from_config
+    options = dict(max_num_tokens=transformers_cases.TOKENS, weight_format="mxfp4")
+    plain = make(GPT_OSS.hf_config, **options, implementation="xla")
+    on_device(H200)
+    block = make(GPT_OSS.hf_config, **options)
+    for each in (plain, block):
+        each.load(transformers_cases.checkpoint(GPT_OSS), GPT_OSS.layer_index or 0)
+    assert block.experts.layout == "humming_bf16" and not block.experts.folds_biases
+    block.experts.implementation = "xla"
+    x = jnp.asarray(transformers_cases.inputs(GPT_OSS)[0])
+    got, want = (np.asarray(each(x), np.float32) for each in (block, plain))
+    np.testing.assert_array_equal(got, want)
