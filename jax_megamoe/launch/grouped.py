@@ -12,10 +12,11 @@ from jaxtyping import Array, BFloat16, Bool, Float32, Int32
 
 from jax_megamoe import compile as compiler
 from jax_megamoe.config import MoEConfig
-from jax_megamoe.launch import launcher
+from jax_megamoe.launch import launcher, measured
 from jax_megamoe.launch.runnable import Unavailable, installed_family, unfused
 from jax_megamoe.mesh import Axis
 from jax_megamoe.numerics import expert
+from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.grouped import humming, layer
 from jax_megamoe.plan.grouped.tiles import SHARED_MEMORY
 from jax_megamoe.plan.launch import KernelLaunch, LaunchPlan
@@ -80,8 +81,9 @@ def layer_layout(
     """The layout of the products that a layer should hold its parameters in; None: no such.
 
     Where the implementation is named, that of the device. Where none is, only if the products are
-    installed and no fused kernel runs the config, and on what they have run on: one GPU of compute
-    capability 9.0 (benchmarks/results/grouped_h200.json). There `xla` is the other choice.
+    installed, on what they have run on, one GPU of compute capability 9.0
+    (benchmarks/results/grouped_h200.json), and there only if no fused kernel runs the config or if
+    the products were faster for every measured number of tokens (`measured`).
 
     Args:
         config: the layer.
@@ -101,18 +103,34 @@ def layer_layout(
     has_run = spec.arch == 90 and num_ranks == 1
     if not has_run or isinstance(_installed(), Refusal):
         return None
-    fused = installed_family(unfused(config), spec, num_ranks)
-    if not adds_biases and not isinstance(fused, Refusal):
-        return None
-    _log_chosen(config.recipe.name, adds_biases)
-    return layout
+    why = _why_chosen(config, device, spec, adds_biases=adds_biases)
+    if why is not None:
+        _log_chosen(config.recipe.name, why)
+    return layout if why is not None else None
+
+
+def _why_chosen(
+    config: MoEConfig, device: jax.Device, spec: DeviceSpec, *, adds_biases: bool
+) -> str | None:
+    """Why the products run a config on one device rather than a fused kernel; None: they do not."""
+    fused = installed_family(unfused(config), spec, 1)
+    if isinstance(fused, Refusal):
+        return "no installed fused kernel runs it on this device"
+    if adds_biases:
+        return "no fused kernel adds biases"
+    able = (fused.implementation, GroupedRoute.implementation)
+    kind, tokens = device.device_kind, config.max_num_tokens
+    recipe = config.recipe.name
+    best = measured.fastest_throughout(measured.table(), kind, recipe, 1, tokens, able)
+    if best == GroupedRoute.implementation:
+        return "it was faster at every measured number of tokens"
+    return None
 
 
 @lru_cache
-def _log_chosen(recipe: str, adds_biases: bool) -> None:
+def _log_chosen(recipe: str, why: str) -> None:
     """Says once why layers hold parameters for the grouped products."""
-    why = "adds biases" if adds_biases else "runs it on this device"
-    _log.info("%s runs as implementation grouped: no installed fused kernel %s", recipe, why)
+    _log.info("%s runs as implementation grouped: %s", recipe, why)
 
 
 def _installed() -> Unavailable | None:

@@ -90,3 +90,28 @@ def fastest(
     if len(common) < 2:
         timed, common = timed[:1], list(timed[0])
     return min(common, key=lambda name: sum(math.log(times[name]) for times in timed))
+
+
+def fastest_throughout(
+    rows: Sequence[Measured],
+    device: str,
+    recipe: str,
+    num_ranks: int,
+    most_tokens: int,
+    able: Sequence[str],
+) -> str | None:
+    """The implementation that was the fastest at every measured number of tokens up to the most of
+    a call, for what is chosen once for all calls; None where there is none.
+
+    Args:
+        rows, device, recipe, num_ranks, able: see `fastest`.
+        most_tokens: of a rank in one call.
+    """
+    key = device, recipe, num_ranks
+    counts = {row.num_tokens for row in rows if (row.device, row.recipe, row.num_ranks) == key}
+    found = {
+        fastest(rows, device, recipe, num_ranks, count, able)
+        for count in counts
+        if count <= max(most_tokens, min(counts))
+    }
+    return found.pop() if len(found) == 1 else None

@@ -105,3 +105,20 @@ def test_a_call_goes_by_the_table(
     said = "faster than deep_gemm where measured" in caplog.text
     assert said == xla_is_faster
     assert bool(emulation.driver.launches()) != xla_is_faster
+
+
+@pytest.mark.parametrize(
+    ("most_tokens", "want"), [(1, "grouped"), (8, "grouped"), (64, None), (4096, None)]
+)
+def test_fastest_throughout(most_tokens: int, want: str | None) -> None:
+    """One that is the fastest at some of the numbers alone is not; the smallest always counts."""
+    times = {1: (2.0, 1.0), 8: (3.0, 2.0), 64: (4.0, 5.0)}
+    rows = [
+        measured.Measured("gpu", 1, "bf16", "a", count, dict(deep_gemm=fused, grouped=products))
+        for count, (fused, products) in times.items()
+    ]
+    able = ("deep_gemm", "grouped")
+    found = measured.fastest_throughout(rows, "gpu", "bf16", 1, most_tokens, able)
+    assert found == want
+    assert measured.fastest_throughout(rows, "gpu", "bf16", 2, most_tokens, able) is None
+    assert measured.fastest_throughout((), "gpu", "bf16", 1, most_tokens, able) is None

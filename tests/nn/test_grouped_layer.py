@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import cases
 import jax
@@ -11,8 +12,10 @@ import numpy as np
 import pytest
 import transformers_cases
 from emulation import B200, H200
+from fake_cuda import FakeDevice
 
 import jax_megamoe as mm
+from jax_megamoe import compile
 from jax_megamoe.launch import grouped, runnable
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.weights.regroup import fuses_exactly, to_grouped
@@ -130,6 +133,19 @@ def test_what_keeps_a_layer_from_the_products(on_device: Callable[..., None]) ->
     moved = mm.to_layout(weights, "humming_bf16")
     on_device(H200, installed=False)
     assert mm.MegaMoE(own, moved).layout == "humming_bf16"
+
+
+@pytest.mark.parametrize("kind", ["NVIDIA H200", "NVIDIA H100"])
+def test_a_layer_goes_by_measured_times(
+    kind: str, on_device: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In mxfp4_block an H200 was faster with the products at all numbers of tokens."""
+    on_device(H200)
+    monkeypatch.setattr(compile, "has_source", lambda _: True)
+    own = cases.config("mxfp4_block", hidden_size=1024, intermediate_size=512)
+    device: Any = FakeDevice(0, device_kind=kind)
+    want = "humming_fp8" if kind == "NVIDIA H200" else None
+    assert grouped.layer_layout(own, device, 1, None) == want
 
 
 def test_experts_with_biases(on_device: Callable[..., None]) -> None:
