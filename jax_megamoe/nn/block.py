@@ -302,8 +302,7 @@ class MegaMoEBlock(nnx.Module):
     ) -> None:
         """Replaces all parameters with those of a layer of a checkpoint.
 
-        If anything is wrong, nothing is replaced. The router's weight keeps its stored precision,
-        bfloat16 or float32.
+        If anything is wrong, nothing is replaced. The router's weight keeps its stored dtype.
 
         A block from `from_config` without a weight_format takes the format of this layer, by the
         names found in the checkpoint: `config` changes where the model excludes the layer from
