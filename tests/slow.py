@@ -23,6 +23,7 @@ SLOW = (
     "numerics/test_quantization.py",
     "op/test_accuracy.py",
     "op/test_aot.py",
+    "op/test_bias_columns.py",
     "op/test_compiled_program.py",
     "op/test_grad.py",
     "op/test_mega_moe.py",
