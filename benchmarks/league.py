@@ -10,15 +10,15 @@ New times enter by a run of `python -m jax_megamoe bench gpu --json
 benchmarks/results/bench_gpu_<name>.json`.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import recorded
 
 from jax_megamoe.cli.gpu.models import MODELS
-from jax_megamoe.cli.gpu.picture import OURS, save_picture
-from jax_megamoe.cli.gpu.result import Ceilings, Timing
+from jax_megamoe.cli.gpu.picture import save_picture
+from jax_megamoe.cli.gpu.result import OURS, Ceilings, Timing, measured_rows
+from jax_megamoe.launch.measured import dump
 
 ROOT = Path(__file__).parents[1]
 PAGE, PICTURE = ROOT / "benchmarks/league.md", ROOT / "docs/images/league.png"
@@ -146,26 +146,9 @@ def page(timings: Sequence[Timing], ceilings: Ceilings) -> str:
 
 def measured(timings: Sequence[Timing]) -> str:
     """measured.json: of each layer, those of our implementations that were timed."""
-    found: dict[tuple[int, str, str, int], dict[str, float]] = {}
-    for each in timings:
-        if each.implementation in OURS and each.microseconds is not None:
-            key = (each.num_ranks, each.recipe, each.model, each.num_tokens)
-            found.setdefault(key, {})[each.implementation] = round(each.microseconds, 1)
-    rows = [
-        {
-            "device": recorded.DEVICE,
-            "num_ranks": ranks,
-            "recipe": recipe,
-            "model": model,
-            "num_tokens": count,
-            "microseconds": dict(sorted(times.items())),
-        }
-        for (ranks, recipe, model, count), times in sorted(found.items())
-    ]
     sources = sorted({each.source for each in timings if each.implementation in OURS})
     made = f"python benchmarks/league.py, from benchmarks/results/{{{','.join(sources)}}}"
-    text = ",\n".join(f"  {json.dumps(row)}" for row in rows)
-    return f'{{\n "made": {json.dumps(made)},\n "rows": [\n{text}\n ]\n}}\n'
+    return dump(measured_rows(recorded.DEVICE, timings), made)
 
 
 def main() -> None:

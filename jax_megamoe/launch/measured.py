@@ -2,15 +2,22 @@
 
 measured.json holds the times: `python benchmarks/league.py` writes it from benchmarks/results. Of a
 GPU, recipe or number of ranks that is not in it nothing follows, and the fused or grouped kernel
-comes before `xla`.
+comes before `xla`. `bench gpu --table` writes such a file for another GPU.
 """
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from importlib.resources import files
+from pathlib import Path
+
+from jax_megamoe import _checks
+
+VARIABLE = "JAX_MEGAMOE_MEASURED"
+"""Names a file that takes the place of measured.json."""
 
 NEAR = 4.0
 """A time counts for numbers of tokens from a quarter to four times the measured one."""
@@ -37,14 +44,40 @@ class Measured:
     microseconds: dict[str, float]
 
 
-def parse(text: str) -> tuple[Measured, ...]:
-    """The rows of a file like measured.json."""
-    return tuple(Measured(**row) for row in json.loads(text)["rows"])
+def parse(text: str, where: str = "measured.json") -> tuple[Measured, ...]:
+    """The rows of a file like measured.json.
+
+    Raises:
+        ValueError: the text is not such a file.
+    """
+    try:
+        return tuple(Measured(**row) for row in json.loads(text)["rows"])
+    except (KeyError, TypeError, ValueError) as error:
+        expected = "a file that bench gpu --table wrote"
+        got = _checks.described(error)
+        raise ValueError(_checks.message(where, expected, got)) from error
 
 
-@lru_cache(maxsize=1)
+def dump(rows: Iterable[Measured], made: str) -> str:
+    """The text of such a file; `made` says how the times were got."""
+    lines = ",\n".join(f"  {json.dumps(asdict(row))}" for row in rows)
+    return f'{{\n "made": {json.dumps(made)},\n "rows": [\n{lines}\n ]\n}}\n'
+
+
 def table() -> tuple[Measured, ...]:
-    """What measured.json holds."""
+    """What measured.json holds, or the file that ``$JAX_MEGAMOE_MEASURED`` names.
+
+    Raises:
+        ValueError: the named file is not such a table.
+        OSError: it cannot be read.
+    """
+    return _read(os.environ.get(VARIABLE, ""))
+
+
+@lru_cache(maxsize=4)
+def _read(path: str) -> tuple[Measured, ...]:
+    if path:
+        return parse(Path(path).read_text(), f"{VARIABLE}, {path}")
     return parse(files("jax_megamoe.launch").joinpath("measured.json").read_text())
 
 

@@ -18,6 +18,7 @@ from jax_megamoe.cli.gpu.models import MODELS, TINY
 from jax_megamoe.cli.gpu.picture import save_picture
 from jax_megamoe.cli.gpu.result import Ceilings, GpuResult, Timing, compared, read_result
 from jax_megamoe.cli.main import main
+from jax_megamoe.launch import measured as measured_times
 
 CEILINGS = Ceilings(copy_bytes_per_second=4e12, bf16_flops=8e14, fp8_flops=1.5e15)
 
@@ -184,7 +185,7 @@ def test_refusals(line: str, text: str, capsys: pytest.CaptureFixture[str]) -> N
 def test_command(tmp_path: Path) -> None:
     """For real, on a CPU: a table on stdout, progress on stderr alone, three files."""
     sizes = "--experts 4 --top-k 2 --hidden 128 --intermediate 128 --tokens 1 --recipes mxfp8"
-    files = "--json made/a.json --picture made/a.png --output made/a.md"
+    files = "--json made/a.json --picture made/a.png --output made/a.md --table made/t.json"
     line = f"bench gpu --device cpu --no-peers {sizes} {files}"
     done = run(tmp_path, *RUN, *line.split())
     assert done.returncode == 0, done.stderr
@@ -194,3 +195,6 @@ def test_command(tmp_path: Path) -> None:
     assert [each.implementation for each in result.timings] == ["deep_gemm", "grouped", "xla"]
     assert "| custom xla mxfp8 | *" in (tmp_path / "made/a.md").read_text()
     assert (tmp_path / "made/a.png").stat().st_size > 10_000
+    (row,) = measured_times.parse((tmp_path / "made/t.json").read_text())
+    assert (row.device, row.num_ranks, row.recipe, row.num_tokens) == ("cpu", 1, "mxfp8", 1)
+    assert list(row.microseconds) == ["xla"]

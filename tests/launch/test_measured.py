@@ -1,6 +1,7 @@
 """measured.py: what follows from times, and that calls without an implementation go by it."""
 
 import logging
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -77,6 +78,25 @@ def test_the_table() -> None:
     assert best("fp8_block", 2, 1024, "deep_gemm", "xla") == "deep_gemm"
     assert best("mxfp4_block", 1, 64, "deep_gemm", "grouped") == "grouped"
     assert best("mxfp4", 1, 64, "grouped", "xla") is None
+
+
+def test_a_table_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(measured.dump(ROWS, "by hand"))
+    monkeypatch.setenv(measured.VARIABLE, str(path))
+    assert measured.table() == tuple(ROWS)
+    wrong = tmp_path / "wrong.json"
+    for text, said in (
+        ("{", "JSONDecodeError"),
+        ("{}", "KeyError"),
+        ('{"rows": [1]}', "TypeError"),
+    ):
+        wrong.write_text(text)
+        with pytest.raises(ValueError, match=rf"wrong.json: expected a file that bench.*{said}"):
+            measured.parse(text, str(wrong))
+    monkeypatch.setenv(measured.VARIABLE, str(wrong))
+    with pytest.raises(ValueError, match=r"JAX_MEGAMOE_MEASURED, .*wrong.json: expected a file"):
+        measured.table()
 
 
 @pytest.mark.parametrize("xla_is_faster", [True, False])

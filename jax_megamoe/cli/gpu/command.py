@@ -15,6 +15,7 @@ from jax_megamoe.cli.gpu.models import MODELS, TINY, Model
 from jax_megamoe.cli.gpu.picture import save_picture
 from jax_megamoe.cli.gpu.result import GpuResult, compared, read_result
 from jax_megamoe.formats import RECIPES
+from jax_megamoe.launch.measured import dump
 
 SUMMARY = "every implementation and peer that can run, on this machine's GPU, for known models"
 
@@ -54,6 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, help="write the result to this file")
     parser.add_argument("--picture", type=Path, help="draw it into this PNG file")
     parser.add_argument("--output", type=Path, help="write the table to this Markdown file")
+    parser.add_argument(
+        "--table", type=Path, metavar="JSON",
+        help="write the times by which calls choose, for the variable JAX_MEGAMOE_MEASURED",
+    )  # fmt: skip
     parser.add_argument(
         "--compare", type=Path, metavar="JSON", help="an earlier result to set beside"
     )
@@ -97,13 +102,16 @@ def run(arguments: argparse.Namespace, argv: Sequence[str], *, timer: Timer = ti
             progress=lambda text, done: bar.update(task, completed=done, description=text),
         )
     show(result, old)
-    for path in (arguments.json, arguments.picture, arguments.output):
+    for path in (arguments.json, arguments.picture, arguments.output, arguments.table):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
     if arguments.json:
         result.write(arguments.json)
     if arguments.output:
         _files.write(arguments.output, result.report().markdown(result.command))
+    if arguments.table:
+        made = f"python -m jax_megamoe {result.command}"
+        _files.write(arguments.table, dump(result.measured(), made))
     if arguments.picture:
         caption = f"One layer on {result.device}; lower is faster"
         save_picture(arguments.picture, result.timings, result.ceilings, caption=caption)

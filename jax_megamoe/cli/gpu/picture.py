@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from jax_megamoe._files import replaced
-from jax_megamoe.cli.gpu.result import Ceilings, Timing, series_of, title_of
+from jax_megamoe.cli.gpu.result import OURS, Ceilings, Timing, series_of, title_of
 
 _COLORS = ("#2b6cb0", "#dd6b20", "#2f855a", "#805ad5", "#b83280", "#975a16")
 _PEER, _FLOOR = "#718096", "#a0aec0"
-OURS = ("deep_gemm", "grouped", "xla", "reference")
 _MARKS = {"deep_gemm": "o", "grouped": "s", "xla": "v", "reference": "."}
 _PEER_MARKS = "^D*Xph"
 _WIDTH, _HEIGHT = 4.6, 4.4

@@ -9,6 +9,10 @@ from typing import Any
 from jax_megamoe import _checks, _files
 from jax_megamoe.cli.gpu.models import MODELS
 from jax_megamoe.cli.measurements import Measurements
+from jax_megamoe.launch.measured import Measured
+
+OURS = ("deep_gemm", "grouped", "xla", "reference")
+"""Our implementations; the others of a result are peers."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +155,10 @@ class GpuResult:
         share = self.ceilings.share(timing)
         return f"{mark}{timing.microseconds:.0f}" + (f" ({share:.2f})" if share else "")
 
+    def measured(self) -> list[Measured]:
+        """The times of our implementations, by which a call chooses, see `launch.measured`."""
+        return measured_rows(self.device, self.timings)
+
     def missing(self) -> list[str]:
         """A line for each implementation that ran nothing of a model, and why."""
         ran = {(e.model, *e.series) for e in self.timings if e.microseconds is not None}
@@ -160,6 +168,19 @@ class GpuResult:
             if (e.model, *e.series) not in ran
         }
         return sorted(lines)
+
+
+def measured_rows(device: str, timings: Iterable[Timing]) -> list[Measured]:
+    """One row for each layer that implementations of ours were timed on, sorted."""
+    found: dict[tuple[int, str, str, int], dict[str, float]] = {}
+    for each in timings:
+        if each.implementation in OURS and each.microseconds is not None:
+            key = (each.num_ranks, each.recipe, each.model, each.num_tokens)
+            found.setdefault(key, {})[each.implementation] = round(each.microseconds, 1)
+    return [
+        Measured(device, *key, microseconds=dict(sorted(times.items())))
+        for key, times in sorted(found.items())
+    ]
 
 
 def read_result(path: Path) -> GpuResult:
