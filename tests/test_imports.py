@@ -65,7 +65,7 @@ ROOMS = {
     "nn": (
         "_checks config formats launch mesh numerics op plan routing weights",
         "variables hf_config block_checks storage weighed_input shared_expert router_layer layer "
-        "block",
+        "block_load block",
     ),
     "cli": (
         "_checks _files compile config formats launch nn op plan runtime weights",

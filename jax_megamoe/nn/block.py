@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, BFloat16, Bool, Int32
@@ -18,24 +19,19 @@ from jax_megamoe.formats import WeightFormat
 from jax_megamoe.mesh import Axis, current_mesh, reshape_rows
 from jax_megamoe.nn import storage
 from jax_megamoe.nn.block_checks import (
-    check_biases,
     check_block_sizes,
-    check_kind,
-    concrete_mesh,
 )
+from jax_megamoe.nn.block_load import load_block, reload_block
 from jax_megamoe.nn.hf_config import Layers, block_spec, layers_of, read_hf_config
 from jax_megamoe.nn.layer import MegaMoE
 from jax_megamoe.nn.router_layer import RouterLayer
 from jax_megamoe.nn.shared_expert import SharedExpert, log_unfused, unfused_reason
-from jax_megamoe.nn.variables import replicated
 from jax_megamoe.nn.weighed_input import plus_shared, weighed
 from jax_megamoe.op.transforms import widened
 from jax_megamoe.routing.replicas import ReplicaMap
 from jax_megamoe.routing.router import Router
-from jax_megamoe.weights.checkpoint.block_tensors import BlockTensors
 from jax_megamoe.weights.checkpoint.families import GateUpOrder
-from jax_megamoe.weights.checkpoint.load import Pairs, load_experts
-from jax_megamoe.weights.checkpoint.select import format_of
+from jax_megamoe.weights.checkpoint.load import Pairs
 
 
 class MegaMoEBlock(nnx.Module):
@@ -322,77 +318,41 @@ class MegaMoEBlock(nnx.Module):
                 no use; and as `load_experts`.
             TypeError, NotImplementedError, FileNotFoundError: as `load_experts`.
         """
-        if self.layers is not None:
-            check_kind(self.router.settings, self.layers.moe_kind(layer_index), layer_index)
-        tensors = BlockTensors(checkpoint, layer_index, prefix=prefix)
-        made = self._as_stored(tensors, quantization_config)
-        router = self.router.read(tensors)
-        shared = {} if made.shared_expert is None else made.shared_expert.read(tensors)
-        tensors.check_all_taken(fused_shared=made.config.num_shared_experts > 0)
-        gate_up_order = gate_up_order or (self.storage and self.storage.gate_up_order)
-        mesh = concrete_mesh(self.experts.used_mesh)
-        experts = load_experts(
-            made.config,
-            tensors.checkpoint,
-            prefix=f"{tensors.prefix}.experts",
-            mesh=mesh,
-            axis=None if mesh is None else self.experts.axis,
+        load_block(
+            self,
+            MegaMoEBlock,
+            checkpoint,
+            layer_index,
+            prefix=prefix,
             quantization_config=quantization_config,
-            stored_sizes=self.stored_sizes,
             gate_up_order=gate_up_order,
-            layout=made.experts.layout,
             progress=progress,
         )
-        check_biases(self.experts.has_biases, experts, tensors.prefix)
-        self.config, self.shared_expert = made.config, nnx.data(made.shared_expert)
-        self.shared_stored = made.shared_stored
-        for module, arrays in ((self.router, router), (self.shared_expert, shared)):
-            for name, array in arrays.items():
-                setattr(module, name, replicated(array, mesh, type(getattr(module, name))))
-        self.experts = MegaMoE(
-            self.config,
-            experts,
-            mesh=mesh,
-            axis=self.experts.axis,
-            token_axes=self.experts.token_axes,
-            implementation=self.experts.implementation,
-            folds_biases=made.experts.folds_biases,
-        )
 
-    def _as_stored(
-        self, tensors: BlockTensors, quantization_config: Mapping[str, Any] | None
-    ) -> "MegaMoEBlock":
-        """The block in the formats that the experts and the shared one are stored in, of shapes
-        alone; itself where those are its own, or were given.
+    def reload(self, checkpoint: str | Path | Pairs, layer_index: int, **options: Any) -> None:
+        """Puts in a layer of a checkpoint, experts into the slots where they are.
+
+        All of the router and of an unfused shared expert, all or a few tensors of the experts. The
+        block keeps its formats. Nothing is compiled anew, unlike after `load`.
+
+        Nothing is changed where anything is wrong.
+
+        Args:
+            checkpoint: see `load`, as for layer_index.
+            layer_index: the layer.
+            **options: prefix, gate_up_order and progress, see `load`.
+
+        Raises:
+            ValueError, TypeError, NotImplementedError, FileNotFoundError: as `load`; a router in
+                another precision than the block's.
         """
-        mesh, shared = concrete_mesh(self.experts.used_mesh), self.shared_expert
-        form, own = self.config.weight_format, self.config.weight_format.name
-        if self.storage is not None and self.storage.decides_format:
-            scheme = tensors.stored_scheme(quantization_config, self.storage.quantization_config)
-            if scheme != own and not (scheme == "fp8_block" and own == "mxfp8"):
-                device = None if mesh is None else mesh.devices.flat[0]
-                form = format_of(scheme, device, f"{tensors.prefix}.experts")
-        has_shared = shared is not None or self.config.num_shared_experts > 0
-        stored = tensors.shared_scheme() if has_shared else None
-        if form.name == own and stored == self.shared_stored:
-            return self
-        biased = self.experts.has_biases
-        make = partial(
-            MegaMoEBlock,
-            storage.config_in_format(self.config, form, mesh, self.experts.axis, biased),
-            self.router.settings,
-            stored_sizes=self.stored_sizes,
-            shared_size=self.config.shared_size if shared is None else shared.gate_proj.shape[0],
-            has_shared_gate=shared is not None and shared.output_gate is not None,
-            has_expert_biases=biased,
-            shared_format=self.shared_format,
-            shared_stored=stored,
-            mesh=mesh,
-            axis=self.experts.axis,
-            token_axes=self.experts.token_axes,
-            implementation=self.experts.implementation,
-        )
-        return nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
+        reload_block(self, checkpoint, layer_index, **options)
+
+    def rebalance(
+        self, placement: np.ndarray | None = None, *, loads: np.ndarray | None = None
+    ) -> np.ndarray:
+        """`MegaMoE.rebalance` of the experts; the router goes on with logical ids."""
+        return self.experts.rebalance(placement, loads=loads)
 
     def _shared(self, x: Array) -> Array:
         assert self.shared_expert is not None

@@ -4,8 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
@@ -17,7 +15,7 @@ from jax_megamoe.config import MoEConfig
 from jax_megamoe.formats import GROUPED_LAYOUTS, INTERLEAVE_8
 from jax_megamoe.launch import deep_gemm, grouped, runnable
 from jax_megamoe.mesh import Axis, current_mesh
-from jax_megamoe.nn.variables import ExpertVariable, MatrixVariables, held, replicated
+from jax_megamoe.nn.variables import ExpertVariable, MatrixVariables, held, put, replicated
 from jax_megamoe.op.mega_moe import PORTABLE, call
 from jax_megamoe.op.transforms import Parameters, Place, Tokens, place_of
 from jax_megamoe.routing.rebalance import rebalance, solve_placement
@@ -332,7 +330,7 @@ class MegaMoE(nnx.Module):
         for name, part in weights.parts.items():
             variables = getattr(self, name)
             for field, array in part.arrays().items():
-                _put(getattr(variables, field), array)
+                put(getattr(variables, field), array)
 
     def _set_map(self, eplb: ReplicaMap) -> None:
         for name in ("logical_to_physical", "num_replicas"):
@@ -343,7 +341,7 @@ class MegaMoE(nnx.Module):
                 variable = replicated(array, self.used_mesh, ExpertVariable)
                 setattr(self, name, nnx.data(variable))
             else:
-                _put(variable, array)
+                put(variable, array)
 
 
 def _layout_here(
@@ -365,12 +363,3 @@ def _layout_here(
         config, device, num_ranks, implementation, adds_biases=adds_biases
     )
     return for_products or runnable.runnable_layout(config, layout, device)
-
-
-def _put(variable: nnx.Variable[Any], array: Any) -> None:
-    """Replaces a variable's array, on the devices that it is on."""
-    old = variable.get_value()
-    is_placed = isinstance(old, jax.Array) and not isinstance(old, Tracer) and old.committed
-    if is_placed or (getattr(old, "sharding", None) is not None and not isinstance(old, jax.Array)):
-        array = jax.device_put(array, old.sharding)
-    variable.set_value(jnp.asarray(array))

@@ -108,3 +108,12 @@ def replicated(
         sharding = NamedSharding(mesh, PartitionSpec())
         array = jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
     return kind(array, out_sharding=(None,) * array.ndim, mesh=mesh)
+
+
+def put(variable: nnx.Variable[Any], array: Any) -> None:
+    """Replaces a variable's array, on the devices that it is on."""
+    old = variable.get_value()
+    is_placed = isinstance(old, jax.Array) and not isinstance(old, Tracer) and old.committed
+    if is_placed or (getattr(old, "sharding", None) is not None and not isinstance(old, jax.Array)):
+        array = jax.device_put(array, old.sharding)
+    variable.set_value(jnp.asarray(array))

@@ -48,6 +48,36 @@ def test_a_rebalance_changes_no_number_and_compiles_nothing() -> None:
     assert len(traces) == 1
 
 
+def test_a_thousand_steps_with_twenty_rebalances() -> None:
+    """As a server runs: one trace, and after each rebalance the numbers of a fresh layer."""
+    cfg = cases.config("bf16", num_experts=12, num_logical_experts=8, top_k=2, max_num_tokens=8)
+    parts, mesh = [each[:8] for each in cases.float_matrices(cfg)["routed"]], cases.ep_mesh(4)
+    rng, traces = np.random.default_rng(0), []
+    batches = [cases.tokens(cfg, 16, seed) for seed in range(4)]
+
+    def layer(slots: np.ndarray) -> mm.MegaMoE:
+        weights = mm.quantize_experts(cfg, *(part[slots] for part in parts))
+        replicas = mm.replica_map(slots, 8)
+        place = dict(mesh=mesh, axis="ep", implementation="xla")
+        return mm.MegaMoE(cfg, weights, eplb=replicas, **place)
+
+    @nnx.jit
+    def call(moe: mm.MegaMoE, *inputs: jax.Array) -> jax.Array:
+        traces.append(1)
+        return moe(*inputs)
+
+    served = layer(np.arange(12) % 8)
+    want = [host(call(served, *batch)) for batch in batches]
+    for turn in range(20):
+        served.rebalance(loads=rng.integers(0, 100, 8))
+        for step in range(50):
+            y = call(served, *batches[step % 4])
+            np.testing.assert_array_equal(host(y), want[step % 4])
+        fresh = layer(served.placement)
+        np.testing.assert_array_equal(host(call(fresh, *batches[turn % 4])), want[turn % 4])
+    assert len(traces) == 1
+
+
 def test_replaced_parameters_that_do_not_fit_change_nothing() -> None:
     moe = mm.MegaMoE(CONFIG, rngs=nnx.Rngs(0), implementation="xla")
     before = moe.weights

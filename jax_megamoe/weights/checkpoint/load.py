@@ -122,7 +122,7 @@ def load_experts(
 def reload_experts(
     config: ExpertSpec,
     weights: ExpertWeights,
-    checkpoint: str | Path | Pairs,
+    checkpoint: str | Path | Checkpoint | Pairs,
     *,
     prefix: str,
     physical_to_logical: np.ndarray | None = None,
@@ -157,7 +157,7 @@ def reload_experts(
         initial=unfold_biases(weights),
         physical_to_logical=physical_to_logical,
     )
-    if isinstance(checkpoint, str | Path):
+    if isinstance(checkpoint, str | Path | Checkpoint):
         loader.read(checkpoint, progress=progress)
     else:
         loader.add(checkpoint, progress=progress)
