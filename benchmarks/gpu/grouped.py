@@ -27,6 +27,7 @@ from jax import lax
 from jaxtyping import Array
 
 import jax_megamoe as mm
+from jax_megamoe.cli.gpu.models import MODELS
 from jax_megamoe.compile import compile_many
 from jax_megamoe.launch import grouped, launcher
 from jax_megamoe.plan.grouped.layer import GroupedLayer, plan_grouped, planned_arch
@@ -37,18 +38,14 @@ LAYERS = 32
 TOKENS = (1, 8, 64, 256, 1024, 4096)
 QUICK_TOKENS = (1, 8, 64)
 SECONDS = 500
-SHAPES: dict[str, dict[str, int]] = {
-    "qwen3_30b": dict(num_experts=128, top_k=8, hidden_size=2048, intermediate_size=768),
-    "dsv3_ep8share": dict(num_experts=32, top_k=8, hidden_size=7168, intermediate_size=2048),
-    "v4_flash": dict(num_experts=256, top_k=6, hidden_size=4096, intermediate_size=2048),
-}
+SHAPES = {name: MODELS[name].sizes for name in ("qwen3_30b", "dsv3_ep8share", "v4_flash")}
 RECIPES = (
     ("mxfp4", "fp8_block"),
     ("mxfp4", "bf16"),
     ("mxfp4", "mxfp8"),
     ("fp8_block", "fp8_block"),
 )
-GPT_OSS = dict(num_experts=128, top_k=4, hidden_size=2944, intermediate_size=2944)
+GPT_OSS = MODELS["gpt_oss_120b"].sizes
 GPT_OSS_LAYERS = 36
 
 

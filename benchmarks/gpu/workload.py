@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jax_megamoe.cli.gpu.models import MODELS
 from jax_megamoe.compile import compile_many
 from jax_megamoe.config import Activation, MoEConfig
 from jax_megamoe.plan.device import DeviceSpec
@@ -19,11 +20,7 @@ from jax_megamoe.weights.params import ExpertWeights
 MAX_TOKENS = 4096
 """max_num_tokens of every layer here: that of the recorded launches."""
 
-SHAPES: dict[str, dict[str, int]] = {
-    "dsv3_ep8share": dict(num_experts=32, top_k=8, hidden_size=7168, intermediate_size=2048),
-    "qwen3_30b": dict(num_experts=128, top_k=8, hidden_size=2048, intermediate_size=768),
-    "v4_flash": dict(num_experts=256, top_k=6, hidden_size=4096, intermediate_size=2048),
-}
+SHAPES = {name: MODELS[name].sizes for name in ("dsv3_ep8share", "qwen3_30b", "v4_flash")}
 """Sizes by the name of the recorded launches: the experts of one of 8 ranks of DeepSeek-V3, and
 all experts of Qwen3-30B-A3B and of a layer of DeepSeek-V4-Flash's size."""
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from jax_megamoe.compile import has_source
+
 ROOT = Path(__file__).parents[2]
 FOLDERS = (ROOT, ROOT / "tests", ROOT / "tests/gpu", ROOT / "benchmarks/gpu")
 NEEDED_GPUS = {
@@ -20,8 +22,13 @@ NEEDED_GPUS = {
     "tests/gpu/check_symmetric_memory.py": 1,
     "tests/gpu/check_expert_parallel.py --quick": 2,
     "tests/gpu/check_faults.py": 2,
+    "tests/gpu/check_flashinfer.py --quick": 1,
+    "tests/gpu/check_grouped.py --quick": 1,
 }
 """How many GPUs of compute capability 9.0 each script needs."""
+
+NEEDED_SOURCES = {"check_flashinfer": "flashinfer", "check_grouped": "humming"}
+"""The kernel source that a script needs besides sgl's."""
 
 
 def hopper_gpus() -> list[str]:
@@ -43,6 +50,9 @@ def test_script(command: str, tmp_path: Path) -> None:
             "9.0 (H100, H200), their driver, nvcc and the kernel source sgl-deep-gemm; "
             f"found {gpus}"
         )
+    for name, source in NEEDED_SOURCES.items():
+        if name in command and not has_source(source):
+            pytest.skip(f"python {command}: python -m jax_megamoe sources fetch {source}")
     path = os.pathsep.join(map(str, FOLDERS))
     environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
     environment |= {"PYTHONPATH": path, "OUT": str(tmp_path)}

@@ -35,15 +35,18 @@ class Model:
         """
         known = RECIPES[recipe]
         return MoEConfig(
-            num_experts=self.num_experts,
-            top_k=self.top_k,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
+            **self.sizes,
             max_num_tokens=num_tokens,
             weight_format=known.weights,
             activation_format=known.activations,
             activation=self.activation,
         )
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Its sizes by their names in `MoEConfig`."""
+        names = ("num_experts", "top_k", "hidden_size", "intermediate_size")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def weights_of_an_expert(self) -> int:
