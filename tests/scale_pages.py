@@ -1,5 +1,5 @@
 """Scales of a fused shared expert's tokens as its kernel reads them, in NumPy's terms: an oracle of
-the staging kernel and of `plan.scale_row`."""
+the staging kernel."""
 
 import jax
 import jax.numpy as jnp

@@ -13,7 +13,7 @@ from jax_megamoe.plan.refusal import Refusal, missing
 
 @dataclass(frozen=True)
 class Absent:
-    """A kernel that could run the calls, but whose source is not installed.
+    """A kernel that could run the calls; its source is not installed.
 
     Attributes:
         family: of the kernel, the preferred one.

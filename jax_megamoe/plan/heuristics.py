@@ -1,6 +1,6 @@
 """DeepGEMM's size choices for SM100 kernels: ring, tile, stages and shared memory.
 
-The rules are those of DeepGEMM's host code (csrc/jit_kernels/heuristics), read off recorded
+Source: DeepGEMM's host code (csrc/jit_kernels/heuristics), read off recorded
 launches; each function says what it returns, the tests compare every value with the records.
 """
 
@@ -80,21 +80,9 @@ def shared_scale_tokens(problem: Problem) -> int:
     return 128 * ceil_div(aligned_tokens(problem), 8)
 
 
-def scale_row(token: int, block_m: int) -> int:
-    """Row of a token's scales in a scale region whose tiles are `block_m` tokens high.
-
-    Within a tile, 128 rows at a time are stored as four interleaved groups of 32.
-    """
-    block, within = divmod(token, block_m)
-    return block * align(block_m, 128) + within // 128 * 128 + within % 32 * 4 + within % 128 // 32
-
-
 def tokens_per_expert(problem: Problem) -> float:
     """Expected tokens of one expert, in float32 from left to right as the host computes it."""
-    if problem.global_num_tokens is None:
-        tokens = float32(float32(problem.num_tokens) * problem.num_ranks)
-    else:
-        tokens = float32(problem.global_num_tokens)
+    tokens = float32(problem.all_tokens)
     return float32(float32(tokens * problem.top_k) / problem.num_experts)
 
 

@@ -143,8 +143,3 @@ def parameter_block(launch: KernelLaunch) -> tuple[tuple[int, int], ...]:
         placed.append((start, size))
         end = start + size
     return tuple(placed)
-
-
-def parameter_block_bytes(launch: KernelLaunch) -> int:
-    """Size of the packed parameter block."""
-    return sum(parameter_block(launch)[-1])

@@ -186,8 +186,6 @@ def sm100_features(traits: Sm100Traits, problem: Problem) -> Iterator[Refusal]:
     if problem.num_shared_experts != problem.fused_shared_experts:
         expected = f"weights of the {problem.num_shared_experts} shared experts the buffer is for"
         yield unfit("shared weights", expected, None)
-    if problem.post_norm and problem.num_shared_experts:
-        yield missing("post_norm", "no fused shared experts", problem.num_shared_experts)
 
 
 def _sm100_sizes(traits: Sm100Traits, problem: Problem, device: DeviceSpec) -> Iterator[Refusal]:

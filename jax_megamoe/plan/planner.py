@@ -50,8 +50,9 @@ def plan_mega_moe(
         routing: what topk_ids are; None: physical ids, -1 where unrouted.
         staging_by: one of `STAGINGS`; None: the source's kernel where it has one that does all
             that is asked for, else this package's. With ``"none"`` the caller fills the regions
-            that the plan's `unstaged` names (in ``shared_l1_acts_sf`` a token's words lie in row
-            `scale_row(token, plan.block_m)`), and ``l2_alpha`` is an operand.
+            that the plan's `unstaged` names, and ``l2_alpha`` is an operand. In
+            ``shared_l1_acts_sf`` each plan.block_m tokens have a page, its rows rounded up to 128:
+            row 32 j + i of 128 lies at 4 i + j.
 
     Raises:
         ValueError: sizes out of the kernel's limits, named with the limit; a staging kernel that

@@ -17,22 +17,14 @@ class Problem:
             ``"bf16"`` or ``"fp8_block"``.
         num_shared_experts: fused shared experts the buffer has room for.
         shared_format: format of the fused shared weights; None: none are passed.
-        activation: ``"swiglu"``, ``"swigluoai"`` (alpha 1.702, beta 1), ``"swiglustep"`` (the cap
-            comes after SiLU) or ``"situ"``.
+        activation: ``"swiglu"``, ``"swigluoai"`` (alpha 1.702, beta 1) or ``"situ"``.
         clamp: None: no limit.
         stats: whether tokens per local expert are counted.
         x_scales: whether tokens carry a float32 scale each (NVFP4).
         l1_alphas, l2_alphas, l2_act_scales: whether per-expert float32 factors are passed.
         l2_activation_scale: the one scale of all layer-2 inputs (vllm's NVFP4), by value; None: an
             operand of this name holds it.
-        post_norm: RMS-normalise each expert's output before the combine.
-        post_norm_weight: whether that norm has a weight.
-        post_norm_weight_first: whether the weight multiplies before the norm.
-        post_norm_eps: the norm's epsilon.
-        global_num_tokens: tokens of all ranks together, for the choice of tiles; None: num_tokens
-            on every rank.
         num_tokens_bound: most tokens of any rank in this call (SM90); 0: unknown.
-        fp8_combine: expert outputs travel back as E4M3 (sgl).
     """
 
     num_ranks: int
@@ -56,13 +48,12 @@ class Problem:
     l2_alphas: bool = False
     l2_act_scales: bool = False
     l2_activation_scale: float | None = 1.0
-    post_norm: bool = False
-    post_norm_weight: bool = False
-    post_norm_weight_first: bool = False
-    post_norm_eps: float = 1e-6
-    global_num_tokens: int | None = None
     num_tokens_bound: int = 0
-    fp8_combine: bool = False
+
+    @property
+    def all_tokens(self) -> int:
+        """Tokens of all ranks, as far as one knows: as many on each as here."""
+        return self.num_tokens * self.num_ranks
 
     @property
     def local_experts(self) -> int:
@@ -71,12 +62,12 @@ class Problem:
 
     @property
     def fused_shared_experts(self) -> int:
-        """Shared experts whose weights are passed: the kernel's own count."""
+        """Shared experts with weights in the call: the kernel's own count."""
         return 0 if self.shared_format is None else self.num_shared_experts
 
 
 def problem_of(config: MoEConfig, num_ranks: int, num_tokens: int) -> Problem:
-    """A call's numbers, as far as every family has them alike."""
+    """A call's numbers, as far as they are the same for every family."""
     return Problem(
         num_ranks=num_ranks,
         num_experts=config.num_experts,

@@ -24,7 +24,7 @@ _TILE_HEIGHTS = (16, 32, 64, 128, 192, 240)
 
 
 def own_name(activation: Activation) -> str:
-    """The name of an activation whose parameters are the kernel's arguments: its own."""
+    """The activation's own name: the kernel takes its parameters as arguments."""
     return activation.name
 
 

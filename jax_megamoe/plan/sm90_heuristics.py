@@ -1,6 +1,6 @@
 """DeepGEMM's size choices for its SM90 kernel (sgl source): pool, tile, schedule, shared memory.
 
-The rules are those of DeepGEMM's host code, read off recorded launches.
+Source: DeepGEMM's host code, read off recorded launches.
 """
 
 import math

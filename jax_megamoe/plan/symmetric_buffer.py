@@ -81,7 +81,7 @@ class BufferLayout:
         counter of one layout may be a token of another of as many bytes.
 
         Args:
-            source: where the kernel comes from, whose counters have a meaning of their own.
+            source: of the kernel; each gives its counters a meaning of their own.
         """
         whole = repr((source, self.num_bytes, self.max_num_tokens, self.regions))
         return hashlib.sha256(whole.encode()).hexdigest()[:32]
@@ -192,11 +192,7 @@ def _add_ring(stack: RegionStack, traits: Sm100Traits, problem: Problem, ring: i
     if traits.scale_block:
         stack.add_columns("l2_acts_sf", "int32", scale_ring, width // per_word)
     slots = problem.top_k + (problem.num_shared_experts > 0)
-    if problem.fp8_combine:
-        stack.add("combine", "uint8", slots, tokens, hidden)
-        stack.add("combine_sf", "uint8", slots, tokens, hidden // 128)
-    else:
-        stack.add("combine", "bfloat16", slots, tokens, hidden)
+    stack.add("combine", "bfloat16", slots, tokens, hidden)
     if traits.tail == "scales":
         stack.add("x_scales", "float32", tokens)
         stack.add("l1_x_scales", "float32", ring)

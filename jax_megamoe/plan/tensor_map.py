@@ -35,8 +35,3 @@ class TensorMapSpec:
     interleave: int = 0
     l2_promotion: int = L2_PROMOTION_256B
     oob_fill: int = 0
-
-    @property
-    def element_strides(self) -> tuple[int, ...]:
-        """One in every dimension."""
-        return (1,) * len(self.dims)

@@ -9,6 +9,8 @@ from pathlib import PurePosixPath
 from typing import Any
 
 import recorded_families
+import recorded_options
+from recorded_options import RecordedProblem
 
 from jax_megamoe._checks import message
 from jax_megamoe.plan import heuristics, limits, sm90_heuristics
@@ -35,7 +37,6 @@ from jax_megamoe.plan.launch import (
     Uint32,
 )
 from jax_megamoe.plan.operand import SYMMETRIC_BUFFER, Operand
-from jax_megamoe.plan.problem import Problem
 from jax_megamoe.plan.refusal import Refusal, missing, unfit
 from jax_megamoe.plan.sm100 import Sm100Launch
 from jax_megamoe.plan.sm100_family import Sm100Family
@@ -158,10 +159,11 @@ def traits_of(inputs: Record) -> Sm100Traits | None:
     family = family_of(inputs)
     if family is None:
         return None
-    return family.variants.get(inputs["activation"], family.traits)
+    traits = family.variants.get(inputs["activation"], family.traits)
+    return recorded_options.with_capped(family, traits)
 
 
-def problem_of(inputs: Record) -> Problem:
+def problem_of(inputs: Record) -> RecordedProblem:
     """The numbers of a record; those a record does not have are DeepGEMM's defaults."""
     traits = traits_of(inputs)
     default = "fp8_block" if traits is None else next(iter(traits.weights))
@@ -185,7 +187,7 @@ def problem_of(inputs: Record) -> Problem:
         *("l2_act_scales", "l2_activation_scale", "post_norm", "post_norm_weight"),
         *("post_norm_weight_first", "global_num_tokens", "num_tokens_bound"),
     )
-    return Problem(**renamed, **{name: inputs[name] for name in same if name in inputs})
+    return RecordedProblem(**renamed, **{name: inputs[name] for name in same if name in inputs})
 
 
 def _violations(inputs: Record) -> Iterator[Refusal]:
@@ -196,6 +198,8 @@ def _violations(inputs: Record) -> Iterator[Refusal]:
         yield from limits.sm90_violations(problem, device_of(inputs))
     else:
         yield from limits.sm100_violations(traits, problem, device_of(inputs))
+        if problem.post_norm and problem.num_shared_experts:
+            yield missing("post_norm", "no fused shared experts", problem.num_shared_experts)
     if inputs["kernel"] in _STAGING and problem.hidden_size > MAX_STAGED_HIDDEN:
         yield unfit("hidden_size", f"at most {MAX_STAGED_HIDDEN}", problem.hidden_size)
 
@@ -204,7 +208,8 @@ def _layout(inputs: Record) -> BufferLayout:
     traits, problem = traits_of(inputs), problem_of(inputs)
     if traits is None:
         return sm90_layout(problem)
-    return sm100_layout(traits, problem, inputs["num_sms"])
+    layout = sm100_layout(traits, problem, inputs["num_sms"])
+    return recorded_options.with_fp8_combine(layout) if problem.fp8_combine else layout
 
 
 def _launch(inputs: Record) -> KernelLaunch:
@@ -219,7 +224,8 @@ def _launch(inputs: Record) -> KernelLaunch:
         return sgl_sm100.staging_launch(traits, problem, _layout(inputs), inputs["expert_scales"])
     if family is None or traits is None:
         return sgl_sm90_fp8_block.mega_launch(problem, device)
-    return family.mega_launch(Sm100Launch(traits, problem, device))
+    launch = family.mega_launch(Sm100Launch(traits, problem, device))
+    return recorded_options.with_options(family, launch, problem)
 
 
 def _slice(name: str, layout: BufferLayout, provider: str) -> Record:
@@ -292,7 +298,7 @@ def _argument_record(argument: KernelArgument, rank: int) -> Record:
                 "dims": list(spec.dims),
                 "strides": list(spec.strides),
                 "box": list(spec.box),
-                "elem_strides": list(spec.element_strides),
+                "elem_strides": [1] * len(spec.dims),
                 "interleave": spec.interleave,
                 "swizzle": spec.swizzle,
                 "l2": spec.l2_promotion,

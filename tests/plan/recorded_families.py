@@ -16,7 +16,7 @@ from jax_megamoe.plan.families.sgl_sm100 import (
     scaled_launch,
     staging_launch,
 )
-from jax_megamoe.plan.families.vllm_sm100 import arch, norm_arguments
+from jax_megamoe.plan.families.vllm_sm100 import NO_NORM, arch
 from jax_megamoe.plan.launch import (
     KernelArgument,
     KernelLaunch,
@@ -82,7 +82,7 @@ def _fp4_fp4(launcher: Sm100Launch) -> KernelLaunch:
         *launcher.machine(),
         cpp_float(problem.clamp),
         cpp_bool(problem.fast_math),
-        cpp_bool(problem.post_norm),
+        cpp_bool(False),
     ]
     arguments: list[KernelArgument] = [
         launcher.output(),
@@ -91,7 +91,7 @@ def _fp4_fp4(launcher: Sm100Launch) -> KernelLaunch:
         optional("l1_alphas", "w13_weight_scale_2", problem.l1_alphas),
         optional("l2_alphas", "w2_weight_scale_2", problem.l2_alphas),
         optional("a2_scales", "w2_input_scale", problem.l2_act_scales),
-        *norm_arguments(problem),
+        *NO_NORM,
         SymmetricBuffer("sym_buffer"),
         *launcher.maps(),
         launcher.locality(),

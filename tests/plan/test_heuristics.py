@@ -1,10 +1,9 @@
 """Tiles, stages and rings: what holds for every problem."""
 
-import dataclasses
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import B200, FAMILIES, problems
+from recorded_options import RecordedProblem
 
 from jax_megamoe.plan import heuristics, limits
 from jax_megamoe.plan.arithmetic import align, ceil_div, cpp_float, float32
@@ -53,7 +52,7 @@ def test_a_valid_problem_breaks_no_limit(data, family):
 def test_tiles_do_not_depend_on_how_tokens_lie_on_ranks(data, family):
     problem = data.draw(problems(family))
     together = problem.num_tokens * problem.num_ranks
-    spread = dataclasses.replace(problem, global_num_tokens=together, num_tokens=0)
+    spread = RecordedProblem(**vars(problem) | dict(global_num_tokens=together, num_tokens=0))
     assert heuristics.tiles(family.traits, spread, B200) == heuristics.tiles(
         family.traits, problem, B200
     )

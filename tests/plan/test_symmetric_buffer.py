@@ -3,11 +3,11 @@
 import itertools
 
 import pytest
+import scale_pages
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import FAMILIES, example, problems
 
-from jax_megamoe.plan import heuristics
 from jax_megamoe.plan.symmetric_buffer import ITEM_BYTES, BufferLayout, sm90_layout, sm100_layout
 
 SM90_PROBLEM = example(None, max_num_tokens=4096)
@@ -59,7 +59,7 @@ def test_a_region_that_is_not_there():
 @pytest.mark.parametrize("block_m", [16, 32, 64, 128, 192, 240])
 def test_scale_rows_of_tokens_are_distinct_and_in_the_region(block_m):
     tokens = 1920
-    rows = [heuristics.scale_row(token, block_m) for token in range(tokens)]
+    rows = scale_pages.shared_scale_rows(tokens, block_m).tolist()
     assert len(set(rows)) == tokens
     assert max(rows) < 128 * tokens // 8
     # Token t of a tile, by hand: rows come in 32 groups of 4, one per 32 tokens.

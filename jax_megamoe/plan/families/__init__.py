@@ -74,7 +74,7 @@ def layouts(recipe: Recipe) -> tuple[str, ...]:
 
 
 def family_reading(config: MoEConfig, layout: str) -> KernelFamily | None:
-    """The preferred family whose kernel reads weights of this row order."""
+    """The preferred family that reads weights in this row order."""
     readers = (family for family in candidates(config) if family.w13_layout == layout)
     return next(readers, None)
 

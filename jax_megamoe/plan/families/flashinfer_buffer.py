@@ -24,7 +24,7 @@ def buffer_layout(
 
     Args:
         sizes: max_num_tokens as the kernel is told it.
-        pool_tokens: rows for received tokens; None: those of `Sizes`.
+        pool_tokens: rows for received tokens; None: as many as in `Sizes`.
         scale_pool_tokens: row stride of the received tokens' scales; None: pool_tokens, as scales
             lie by pool row whatever the tile. FlashInfer's host reserves 16 times as much.
     """

@@ -1,6 +1,6 @@
 """FlashInfer's size choices for its SM90 FP4 kernels: tile, schedule, pool, shared memory.
 
-The rules are those of flashinfer-python 0.7.4's host code, read off recorded plans. What its host
+Source: flashinfer-python 0.7.4's host code, read off recorded plans. What its host
 refuses though its kernels can run it, `flashinfer_limits` decides anew.
 """
 

@@ -6,6 +6,7 @@ input: plans with shared experts start with this package's kernel instead.
 """
 
 from jax_megamoe.config import Activation
+from jax_megamoe.plan import heuristics
 from jax_megamoe.plan.arithmetic import cpp_bool, cpp_float
 from jax_megamoe.plan.kernel import KernelSpec, LaunchConfig
 from jax_megamoe.plan.launch import (
@@ -81,15 +82,22 @@ def activation_name(activation: Activation) -> str | Refusal:
     return missing(f"activation of {SOURCE}", known, got, hint)
 
 
+NO_NORM = (*[cpp_bool(False)] * 3, cpp_float(1e-6), cpp_bool(False))
+"""Template arguments of a norm after the experts, which no model here has: whether there is one,
+with a weight that comes first, with a weight, its epsilon; then the TensorRT weight layout."""
+
+NO_NORM_WEIGHT = Pointer("post_expert_norm_weight", None)
+
+
 def scaled_launch(launcher: Sm100Launch) -> KernelLaunch:
     """The kernel of the MX and FP4 kinds, from dispatch to combine."""
     problem, traits = launcher.problem, launcher.traits
-    alpha = 1.702 if problem.activation == "swigluoai" else 0.0
+    alpha = 1.702 if problem.activation == "swigluoai" else 0.0  # 0: the plain gate
     template = [
         *launcher.head(),
         *map(str, launcher.tiles.store_m),
         str(launcher.tiles.scale_m),
-        "128",
+        str(heuristics.BLOCK_N),  # weight rows of a tile have as many scales
         _kind(traits),
         *launcher.rings(),
         *launcher.machine(),
@@ -101,11 +109,10 @@ def scaled_launch(launcher: Sm100Launch) -> KernelLaunch:
         cpp_bool(problem.l1_alphas),
         cpp_bool(problem.l2_alphas),
         cpp_bool(problem.l2_act_scales),
-        cpp_bool(problem.fp8_combine),
+        cpp_bool(False),  # the combine is in BF16
         traits.weights[problem.weight_format].cpp_type,
-        cpp_float(4.0),
-        cpp_float(25.0),
-        *norm_template(problem),
+        *map(cpp_float, SITU),
+        *NO_NORM,
     ]
     arguments: list[KernelArgument] = [
         launcher.output(),
@@ -113,7 +120,7 @@ def scaled_launch(launcher: Sm100Launch) -> KernelLaunch:
         optional("l1_alphas", "w13_weight_scale_2", problem.l1_alphas),
         optional("l2_alphas", "w2_weight_scale_2", problem.l2_alphas),
         optional("l2_act_scales", "w2_input_scale", problem.l2_act_scales),
-        norm_weight(problem),
+        NO_NORM_WEIGHT,
         Uint32("num_tokens", problem.num_tokens),
         SymmetricBuffer("sym_buffer"),
         *launcher.maps(),
@@ -121,23 +128,6 @@ def scaled_launch(launcher: Sm100Launch) -> KernelLaunch:
     ]
     types = ["void*", "int*", *["const float*"] * 4, "uint32_t", "const uint8_t*"]
     return launcher.launch(template, arguments, types, ARCH)
-
-
-def norm_template(problem: Problem) -> list[str]:
-    """Template arguments of the norm after the experts, then the TensorRT weight layout: never."""
-    return [
-        cpp_bool(problem.post_norm),
-        cpp_bool(problem.post_norm_weight_first),
-        cpp_bool(problem.post_norm_weight),
-        cpp_float(problem.post_norm_eps),
-        cpp_bool(False),
-    ]
-
-
-def norm_weight(problem: Problem) -> Pointer:
-    """The gain of a norm after the experts; null without one."""
-    name = "post_expert_norm_weight"
-    return optional(name, name, problem.post_norm_weight)
 
 
 def _kind(traits: Sm100Traits) -> str:

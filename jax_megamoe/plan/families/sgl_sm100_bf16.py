@@ -6,10 +6,10 @@ from jax_megamoe.plan.arithmetic import cpp_bool, cpp_float
 from jax_megamoe.plan.families.sgl_sm100 import (
     ARCH,
     MX_TRAITS,
+    NO_NORM,
+    NO_NORM_WEIGHT,
     SOURCE,
     activation_name,
-    norm_template,
-    norm_weight,
 )
 from jax_megamoe.plan.launch import KernelArgument, KernelLaunch, SymmetricBuffer, Uint32
 from jax_megamoe.plan.sm100 import Sm100Launch
@@ -26,11 +26,11 @@ def _launch(launcher: Sm100Launch) -> KernelLaunch:
         *launcher.machine(),
         cpp_float(problem.clamp),
         cpp_bool(problem.fast_math),
-        *norm_template(problem),
+        *NO_NORM,
     ]
     arguments: list[KernelArgument] = [
         launcher.output(),
-        norm_weight(problem),
+        NO_NORM_WEIGHT,
         launcher.stats(),
         Uint32("num_tokens", problem.num_tokens),
         SymmetricBuffer("sym_buffer"),

@@ -89,6 +89,7 @@ def _template(
     ring, large = sm90_heuristics.ring_tokens(problem), schedule.large
     counts_arrivals = large or 4 <= problem.num_tokens <= 128
     wide = max(problem.hidden_size, problem.intermediate_size) >= _WIDE_STAGING
+    # A tile of outputs is stored by columns (0), or by rows, plainly (2) or with stmatrix (4).
     staging_mode = (4 if wide else 2) if large else 0
     values = (
         sm90_heuristics.aligned_tokens(problem),
@@ -111,17 +112,18 @@ def _template(
         problem.num_ranks,
         cpp_float(problem.clamp),
         problem.fast_math,
-        0,
+        0,  # no register budget of its own for the epilogue
         large,
         counts_arrivals,
+        # Without a counter of arrivals the second epilogue needs a full barrier.
         not counts_arrivals,
         large,
         schedule.cluster,
-        schedule.cluster == 2,
+        schedule.cluster == 2,  # weights are multicast to the pair, tokens never
         schedule.lag,
         4 if large else 0,
-        False,
-        False,
+        False,  # no trace of events
+        False,  # nor of parts of an epilogue
         staging_mode,
         schedule.programmatic,
         int(schedule.early_combine),

@@ -5,7 +5,7 @@ from typing import Literal
 
 from jax_megamoe.plan.arithmetic import cpp_bool, cpp_float
 from jax_megamoe.plan.device import DeviceSpec
-from jax_megamoe.plan.launch import Float32, KernelArgument, optional
+from jax_megamoe.plan.launch import Float32, KernelArgument, Pointer
 from jax_megamoe.plan.problem import Problem
 from jax_megamoe.plan.sm100_traits import MASKED_INTERMEDIATE, Sm100Traits
 
@@ -26,7 +26,7 @@ def traits_like(traits: Sm100Traits, tail: Literal["norms", "nothing"]) -> Sm100
         store_rows=(32, of_240),
         refuses_situ_clamp=False,
         shared_hint="",
-        activation_names=("swiglu", "swiglustep"),
+        activation_names=("swiglu",),
     )
 
 
@@ -36,12 +36,12 @@ def arch(device: DeviceSpec) -> str:
 
 
 def clamps(problem: Problem) -> list[str]:
-    """Template arguments of the clamp, and whether it caps the gate after SiLU."""
-    return [cpp_float(problem.clamp), cpp_bool(problem.activation == "swiglustep")]
+    """Template arguments of the clamp, and whether it caps the gate after SiLU: it never does."""
+    return [cpp_float(problem.clamp), cpp_bool(False)]
 
 
-def norm_arguments(problem: Problem) -> list[KernelArgument]:
-    """The gain and the epsilon of a norm after the experts; null and 0 without one."""
-    gamma = "post_expert_norm_gamma"
-    epsilon = problem.post_norm_eps if problem.post_norm else 0.0
-    return [optional(gamma, gamma, problem.post_norm), Float32("post_expert_norm_eps", epsilon)]
+NO_NORM: tuple[KernelArgument, ...] = (
+    Pointer("post_expert_norm_gamma", None),
+    Float32("post_expert_norm_eps", 0.0),
+)
+"""Arguments of a norm after the experts, which no model here has."""

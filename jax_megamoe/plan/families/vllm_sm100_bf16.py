@@ -3,10 +3,10 @@
 from jax_megamoe.plan.arithmetic import cpp_bool, cpp_float
 from jax_megamoe.plan.families import sgl_sm100_bf16
 from jax_megamoe.plan.families.vllm_sm100 import (
+    NO_NORM,
     SOURCE,
     arch,
     clamps,
-    norm_arguments,
     traits_like,
 )
 from jax_megamoe.plan.launch import KernelArgument, KernelLaunch, SymmetricBuffer, Uint32
@@ -25,13 +25,13 @@ def _launch(launcher: Sm100Launch) -> KernelLaunch:
         cpp_float(problem.alpha),
         cpp_float(problem.beta),
         cpp_bool(problem.fast_math),
-        cpp_bool(problem.post_norm),
+        cpp_bool(False),  # no norm after the experts
     ]
     arguments: list[KernelArgument] = [
         launcher.output(),
         launcher.stats(),
         Uint32("num_tokens", problem.num_tokens),
-        *norm_arguments(problem),
+        *NO_NORM,
         SymmetricBuffer("sym_buffer"),
         *launcher.maps(),
         launcher.locality(),

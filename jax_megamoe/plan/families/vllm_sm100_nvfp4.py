@@ -59,7 +59,7 @@ _TRAITS = Sm100Traits(
     max_top_k=32,
     store_rows=(32, (40, 40)),
     staged_as="kNvfp4",
-    activation_names=("swiglu", "swiglustep"),
+    activation_names=("swiglu",),
 )
 
 _SCALE = "l2_activation_scale"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from jax_megamoe.plan.arithmetic import ceil_div
 
 KNOWN_ARCHS = (80, 89, 90, 100, 120)
-"""Compute capabilities, times ten, whose launches were compared with recorded ones."""
+"""Compute capabilities, times ten, with recorded launches to compare with."""
 
 
 @dataclass(frozen=True)

@@ -191,7 +191,7 @@ def _fitted(product: Product, tiles: Tiles, blocks: float, num_sms: int, room: i
 
 
 def _sparse_bf16(product: Product, tiles: Tiles) -> bool:
-    """Tiles on Hopper whose uncut wave was faster whatever the waves."""
+    """Tiles on Hopper that were faster with an uncut wave, whatever the waves."""
     hopper = product.arch == 90 and tiles.wgmma and not tiles.warp_spec
     return hopper and product.input.element is BF16 and tiles.block[1] == 256
 
