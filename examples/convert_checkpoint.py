@@ -43,7 +43,7 @@ def convert(checkpoint: Path, form: str) -> None:
         if np.asarray(array).tobytes() != np.asarray(again.arrays()[name]).tobytes():
             raise SystemExit(f"{form}: {name} in the file is not what the checkpoint gives")
 
-    config = replace(stored, weight_format=form, shared_format=None)
+    config = replace(stored, weight_format=form)
     y = mm.mega_moe(x, topk_ids, topk_weights, weights, config=config)
     error = jnp.linalg.norm(y - exact) / jnp.linalg.norm(exact)
     print(

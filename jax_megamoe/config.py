@@ -101,6 +101,13 @@ def _checked_clamp(clamp: object) -> float | None:
     return None if math.isinf(clamp) else float(clamp)
 
 
+class _DefaultFormat(str):
+    """A precision that nobody asked for: `dataclasses.replace` hands it on as it hands on one that
+    somebody did, and with another weight format the default is another."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExpertSpec:
     """Sizes and format of a layer's expert parameters: all that loading them needs.
@@ -115,7 +122,8 @@ class ExpertSpec:
         num_shared_experts: width of a fused shared expert in units of intermediate_size; 0: none.
         num_logical_experts: experts the router knows; None: num_experts. Physical slot p holds
             logical expert p % num_logical_experts, until a rebalance says otherwise.
-        shared_format: precision of a fused shared expert; None: the format's default.
+        shared_format: precision of a fused shared expert; None: the format's default, which follows
+            the format in `dataclasses.replace`.
 
     Raises:
         ValueError: a size out of range or off its multiple, a shared precision that the format does
@@ -150,11 +158,14 @@ class ExpertSpec:
             )
             object.__setattr__(self, "num_logical_experts", logical)
         recipe = self.recipe
+        if isinstance(self.shared_format, _DefaultFormat):
+            object.__setattr__(self, "shared_format", None)
         if self.shared_format is not None:
             name = f"shared_format of {recipe.name}"
             _checks.one_of(name, self.shared_format, recipe.shared_formats)
         elif recipe.shared_formats:
-            object.__setattr__(self, "shared_format", recipe.shared_formats[0])
+            default = _DefaultFormat(recipe.shared_formats[0])
+            object.__setattr__(self, "shared_format", default)
 
     def _set_formats(self) -> None:
         """The name of a format into the format."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -256,15 +257,30 @@ def test_a_recipe_is_a_pair_of_formats() -> None:
     assert named.recipe is mm.RECIPES["nvfp4"] and named.activation_format is None
 
 
+def test_the_default_precision_of_a_shared_expert_follows_the_format() -> None:
+    """In `dataclasses.replace`, which hands on the one that the config chose; another stays."""
+    first = mm.MoEConfig(**shapes.SMALL, weight_format="mxfp8", num_shared_experts=1)
+    changed = dataclasses.replace(first, weight_format="bf16")
+    assert (first.shared_format, changed.shared_format) == ("mxfp8", "bf16")
+    again = dataclasses.replace(pickle.loads(pickle.dumps(changed)), weight_format="mxfp8")
+    assert again == first and hash(again) == hash(first)
+    assert dataclasses.replace(first, weight_format="fp8_block").shared_format is None
+    assert dataclasses.replace(changed, weight_format="nvfp4").shared_format == "mxfp8"
+    asked = dataclasses.replace(changed, shared_format="bf16")
+    assert asked == changed
+    assert dataclasses.replace(asked, weight_format="nvfp4").shared_format == "bf16"
+    with pytest.raises(ValueError, match=r"^shared_format of mxfp8: expected one of"):
+        dataclasses.replace(asked, weight_format="mxfp8")
+
+
 @pytest.mark.parametrize("name", mm.RECIPES)
 def test_a_config_is_replaced_with_any_recipe(name: str) -> None:
     """The default activation format does not stay behind."""
-    first = mm.MoEConfig(**shapes.SMALL, weight_format="mxfp4", shared_format=None)
+    first = mm.MoEConfig(**shapes.SMALL, weight_format="mxfp4")
     recipe = mm.RECIPES[name]
-    shared = dict(shared_format=None)
-    changed = dataclasses.replace(first, weight_format=name, **shared)
+    changed = dataclasses.replace(first, weight_format=name)
     pair = dict(weight_format=recipe.weights, activation_format=recipe.activations)
-    assert changed == dataclasses.replace(first, **pair, **shared)
+    assert changed == dataclasses.replace(first, **pair)
     assert changed.recipe is recipe
     assert dataclasses.replace(changed, top_k=2).recipe is recipe
 

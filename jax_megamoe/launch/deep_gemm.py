@@ -257,7 +257,7 @@ def _allocated_key(name: str) -> str | Refusal:
 
 
 def default_device() -> jax.Device:
-    """The device of calls without an axis whose arrays do not say."""
+    """The device of calls without an axis, where the arrays name none."""
     chosen: jax.Device | str | None = getattr(jax.config, "jax_default_device")
     if isinstance(chosen, jax.Device):
         return chosen

@@ -156,14 +156,14 @@ def try_route(
     Args:
         config: the layer.
         device: any of those that run it.
-        weights: the parameters, whose layout must be the products'.
-        num_tokens: rows of a call on one rank, whose kernels are compiled; 0: none are yet.
+        weights: the parameters, in the products' layout.
+        num_tokens: rows of a call on one rank: its kernels are compiled; 0: none are yet.
         num_ranks: expert-parallel ranks.
 
     Raises:
         BuildError: a kernel does not compile.
     """
-    spec = spec_of(device, config.reserved_sms)
+    spec = spec_of(device, config.reserved_sms, "grouped")
     if isinstance(spec, Refusal):
         return spec
     arch = layer.planned_arch(spec.arch)

@@ -96,7 +96,7 @@ def in_recipe_with_kernel(
     if not isinstance(supported(config, device, num_ranks), Refusal):
         return config
     for recipe in others:
-        other = replace(config, activation_format=recipe.activations, shared_format=None)
+        other = replace(config, activation_format=recipe.activations)
         if not isinstance(supported(other, device, num_ranks), Refusal):
             _log_recipe(config.recipe.name, recipe.name)
             return other

@@ -17,7 +17,7 @@ KNOWN_DEVICES = {
 }
 """Devices to plan or compile for where they are not; a part with other SMs needs its own kernels.
 
-The H200's numbers were read off one, the others are those of the recorded launches' devices.
+The H200's numbers were read off one, the others off recorded launches.
 """
 
 
@@ -38,12 +38,15 @@ def device_spec(device: jax.Device, reserved_sms: int = 0) -> DeviceSpec:
     return spec
 
 
-def spec_of(device: jax.Device, reserved_sms: int = 0) -> DeviceSpec | Refusal:
-    """`device_spec`, or why there is none as a value."""
+def spec_of(
+    device: jax.Device, reserved_sms: int = 0, implementation: str = "deep_gemm"
+) -> DeviceSpec | Refusal:
+    """`device_spec`, or why the implementation runs on no such device as a value."""
     capability = getattr(device, "compute_capability", None)
     num_sms = getattr(device, "core_count", None)
     if device.platform != "gpu" or capability is None or num_sms is None:
-        return missing("device", "a CUDA device for implementation deep_gemm", device.device_kind)
+        expected = f"a CUDA device for implementation {implementation}"
+        return missing("device", expected, device.device_kind)
     arch = round(10 * float(capability))
     return _reserving(DeviceSpec(arch, num_sms), reserved_sms)
 

@@ -338,10 +338,11 @@ class TestShardings:
         assert got == ([] if said is None else [(level, said)])
 
 
-def test_deep_gemm_never_falls_back() -> None:
-    message = r"^device: expected a CUDA device for implementation deep_gemm, got cpu$"
+@pytest.mark.parametrize("name", ["deep_gemm", "grouped"])
+def test_a_named_implementation_never_falls_back(name: str) -> None:
+    message = f"^device: expected a CUDA device for implementation {name}, got cpu$"
     with pytest.raises(NotImplementedError, match=message):
-        call(implementation="deep_gemm")
+        call(implementation=name)
 
 
 def test_nothing_falls_back_quietly(caplog: pytest.LogCaptureFixture) -> None:

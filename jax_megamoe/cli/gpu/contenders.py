@@ -45,7 +45,7 @@ def _ours(implementation: str, model: Model, recipe: str, num_tokens: int) -> Pr
     config = model.config(recipe, num_tokens)
     weights = random_experts(config, jax.random.key(0), has_biases=model.has_biases)
     if implementation == "grouped":
-        spec = spec_of(jax.devices()[0])
+        spec = spec_of(jax.devices()[0], implementation="grouped")
         if isinstance(spec, Refusal):
             raise spec.error()
         layout = grouped.layout_of(config, planned_arch(spec.arch) or spec.arch)
@@ -125,7 +125,7 @@ _NEEDED = {"tokamax": "tokamax"}
 
 
 def peers() -> dict[str, Prepare]:
-    """Those whose package is installed."""
+    """The ones with an installed package."""
     return {
         name: prepare
         for name, prepare in PEERS.items()
