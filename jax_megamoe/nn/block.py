@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import numpy as np
@@ -27,9 +27,9 @@ from jax_megamoe.nn.layer import MegaMoE
 from jax_megamoe.nn.router_layer import RouterLayer
 from jax_megamoe.nn.shared_expert import SharedExpert, log_unfused, unfused_reason
 from jax_megamoe.nn.weighed_input import plus_shared, weighed
-from jax_megamoe.op.transforms import widened
+from jax_megamoe.op.transforms import Tokens, widened
 from jax_megamoe.routing.replicas import ReplicaMap
-from jax_megamoe.routing.router import Router
+from jax_megamoe.routing.router import Router, Routing
 from jax_megamoe.weights.checkpoint.families import GateUpOrder
 from jax_megamoe.weights.checkpoint.load import Pairs
 
@@ -224,6 +224,58 @@ class MegaMoEBlock(nnx.Module):
         """Hidden size of x and y."""
         return self.stored_sizes[0]
 
+    @overload
+    def __call__(
+        self,
+        x: BFloat16[Array, "*batch hidden"],
+        *,
+        token_ids: Int32[Array, "*batch"] | None = None,
+        padding_mask: Bool[Array, "*batch"] | None = None,
+        eplb: ReplicaMap | None = None,
+        return_stats: Literal[False] = False,
+        return_routing: Literal[False] = False,
+        name: str = "mega_moe_block",
+    ) -> Array: ...
+
+    @overload
+    def __call__(
+        self,
+        x: BFloat16[Array, "*batch hidden"],
+        *,
+        token_ids: Int32[Array, "*batch"] | None = None,
+        padding_mask: Bool[Array, "*batch"] | None = None,
+        eplb: ReplicaMap | None = None,
+        return_stats: Literal[True],
+        return_routing: Literal[False] = False,
+        name: str = "mega_moe_block",
+    ) -> tuple[Array, Array]: ...
+
+    @overload
+    def __call__(
+        self,
+        x: BFloat16[Array, "*batch hidden"],
+        *,
+        token_ids: Int32[Array, "*batch"] | None = None,
+        padding_mask: Bool[Array, "*batch"] | None = None,
+        eplb: ReplicaMap | None = None,
+        return_stats: Literal[False] = False,
+        return_routing: Literal[True],
+        name: str = "mega_moe_block",
+    ) -> tuple[Array, Routing]: ...
+
+    @overload
+    def __call__(
+        self,
+        x: BFloat16[Array, "*batch hidden"],
+        *,
+        token_ids: Int32[Array, "*batch"] | None = None,
+        padding_mask: Bool[Array, "*batch"] | None = None,
+        eplb: ReplicaMap | None = None,
+        return_stats: Literal[True],
+        return_routing: Literal[True],
+        name: str = "mega_moe_block",
+    ) -> tuple[Array, Array, Routing]: ...
+
     def __call__(
         self,
         x: BFloat16[Array, "*batch hidden"],
@@ -234,22 +286,22 @@ class MegaMoEBlock(nnx.Module):
         return_stats: bool = False,
         return_routing: bool = False,
         name: str = "mega_moe_block",
-    ) -> Any:
+    ) -> Array | tuple[Array, Array | Routing] | tuple[Array, Array, Routing]:
         """The block's output for every token.
 
         Args:
             x: bfloat16 [..., H], H the model's hidden size. All but the last dimension are tokens,
                 which the mesh axis splits along the first; any number of them, see `MegaMoE`.
             token_ids: int32 [...], for a router with a table; -1 routes nowhere.
-            padding_mask: bool [...], True for rows that are no tokens, whose output is 0.
+            padding_mask: bool [...], True for rows that are no tokens: their output is 0.
             eplb: where replicas are, in place of the experts' own map.
-            return_stats: also return what `mega_moe` returns for it.
+            return_stats: also return the tokens of each local expert, as `mega_moe` does.
             return_routing: also return the `Routing`, logical ids before they are mapped to
                 replicas, [T, K] of the flattened tokens.
             name: what a `capture_routing` callback is told.
 
         Returns:
-            y, bfloat16 [..., H]; then, where asked for, the stats and the routing.
+            y, bfloat16 [..., H]; then, where asked for, the counts and the routing.
 
         Raises:
             ValueError, TypeError: x, ids or mask that do not fit, and as `mega_moe`.
@@ -269,22 +321,20 @@ class MegaMoEBlock(nnx.Module):
             routing = self.router(rows, **per_token, place=place)
         mask, weighs = per_token["padding_mask"], self.router.settings.weighs_input
         inputs, given = weighed(rows, routing) if weighs else (rows, routing)
-        result = self.experts(
-            widened(inputs, self.config),
-            *given,
-            padding_mask=mask,
+        y, counts = self.experts.counted(
+            Tokens(widened(inputs, self.config), *given, mask),
             eplb=eplb,
             shared_experts=None if self.shared_expert is None or weighs else self._shared,
-            return_stats=return_stats,
+            with_stats=return_stats,
             name=name,
         )
-        y, *stats = result if return_stats else (result,)
         y = y[:, : self.hidden_size]
         if weighs and self.shared_expert is not None:
             y = plus_shared(y, rows, self.shared_expert, mask, place)
         y = reshape_rows(y, x.shape)
-        extra = (*stats, *((routing,) if return_routing else ()))
-        return (y, *extra) if extra else y
+        if counts is None:
+            return (y, routing) if return_routing else y
+        return (y, counts, routing) if return_routing else (y, counts)
 
     def load(
         self,
@@ -296,7 +346,7 @@ class MegaMoEBlock(nnx.Module):
         gate_up_order: GateUpOrder | None = None,
         progress: bool = False,
     ) -> None:
-        """Replaces all parameters with those of a layer of a checkpoint.
+        """Loads all parameters from a layer of a checkpoint.
 
         If anything is wrong, nothing is replaced. The router's weight keeps its stored dtype.
 
@@ -309,8 +359,8 @@ class MegaMoEBlock(nnx.Module):
             checkpoint: a folder with safetensors files, one such file, or (name, array) pairs.
             layer_index: the layer.
             prefix: of the block's names, such as ``model.layers.3.mlp``; None: it is searched for.
-            quantization_config: see `load_experts`; None also: that of `from_config`.
-            gate_up_order: see `load_experts`; None also: that of the family.
+            quantization_config: see `load_experts`; None also: `from_config`'s.
+            gate_up_order: see `load_experts`; None also: the family's.
             progress: see there.
 
         Raises:

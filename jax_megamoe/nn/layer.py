@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
 from flax import nnx
@@ -16,8 +16,8 @@ from jax_megamoe.formats import GROUPED_LAYOUTS, INTERLEAVE_8
 from jax_megamoe.launch import deep_gemm, grouped, runnable
 from jax_megamoe.mesh import Axis, current_mesh
 from jax_megamoe.nn.variables import ExpertVariable, MatrixVariables, held, put, replicated
-from jax_megamoe.op.mega_moe import PORTABLE, call
-from jax_megamoe.op.transforms import Parameters, Place, Tokens, place_of
+from jax_megamoe.op.mega_moe import PORTABLE, Counted, call, narrowed
+from jax_megamoe.op.transforms import Parameters, Place, Result, Tokens, place_of
 from jax_megamoe.routing.rebalance import rebalance, solve_placement
 from jax_megamoe.routing.replicas import ReplicaMap, check_map, initial_map, placement_of
 from jax_megamoe.weights.checkpoint.load import Pairs, reload_experts
@@ -184,6 +184,34 @@ class MegaMoE(nnx.Module):
             return np.arange(self.config.num_experts, dtype=np.int32)
         return placement_of(self.config, eplb)
 
+    @overload
+    def __call__(
+        self,
+        x: BFloat16[Array, "tokens hidden"],
+        topk_ids: Int32[Array, "tokens top_k"],
+        topk_weights: Float32[Array, "tokens top_k"],
+        *,
+        padding_mask: Bool[Array, " tokens"] | None = None,
+        eplb: ReplicaMap | None = None,
+        shared_experts: Callable[[Array], Array] | None = None,
+        return_stats: Literal[False] = False,
+        name: str = "mega_moe",
+    ) -> BFloat16[Array, "tokens hidden"]: ...
+
+    @overload
+    def __call__(
+        self,
+        x: BFloat16[Array, "tokens hidden"],
+        topk_ids: Int32[Array, "tokens top_k"],
+        topk_weights: Float32[Array, "tokens top_k"],
+        *,
+        padding_mask: Bool[Array, " tokens"] | None = None,
+        eplb: ReplicaMap | None = None,
+        shared_experts: Callable[[Array], Array] | None = None,
+        return_stats: Literal[True],
+        name: str = "mega_moe",
+    ) -> Counted: ...
+
     def __call__(
         self,
         x: BFloat16[Array, "tokens hidden"],
@@ -195,20 +223,40 @@ class MegaMoE(nnx.Module):
         shared_experts: Callable[[Array], Array] | None = None,
         return_stats: bool = False,
         name: str = "mega_moe",
-    ) -> Any:
+    ) -> BFloat16[Array, "tokens hidden"] | Counted:
         """`mega_moe` with this layer's parameters and replica map, for any number of tokens.
 
         Outside `shard_map`, tokens that do not divide by the ranks are padded, and the padding is
         cut off again. An `eplb` that is given is used in place of the layer's.
         """
+        return narrowed(
+            self.counted(
+                Tokens(x, topk_ids, topk_weights, padding_mask),
+                eplb=eplb,
+                shared_experts=shared_experts,
+                with_stats=return_stats,
+                name=name,
+            )
+        )
+
+    def counted(
+        self,
+        tokens: Tokens,
+        *,
+        eplb: ReplicaMap | None,
+        shared_experts: Callable[[Array], Array] | None,
+        with_stats: bool,
+        name: str,
+    ) -> Result:
+        """The layer's call, as a pair whether or not it counts."""
         return call(
-            Tokens(x, topk_ids, topk_weights, padding_mask),
+            tokens,
             Parameters(self.weights, self.eplb if eplb is None else eplb),
             config=self.config,
             place=self.place(),
             shared_experts=shared_experts,
             implementation=self.implementation,
-            return_stats=return_stats,
+            with_stats=with_stats,
             name=name,
             pads=True,
         )

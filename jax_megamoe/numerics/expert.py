@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from jax_megamoe.config import Activation
-from jax_megamoe.formats import SGL_FP4, Recipe
+from jax_megamoe.formats import Recipe
 from jax_megamoe.numerics import quantization
 
 
@@ -61,20 +61,6 @@ def matmul(x: Float[Array, "rows k"], w: Float[Array, "n k"]) -> Float32[Array, 
     return lax.dot_general(x, w, contract, precision=precision, preferred_element_type=jnp.float32)
 
 
-def split_gate_up(
-    h: Float32[Array, "*rows w13"], layout: str
-) -> tuple[Float32[Array, "*rows inter"], Float32[Array, "*rows inter"]]:
-    """Gate and up out of the first matmul's result, whose columns are w13's rows in `layout`."""
-    lead, inter = h.shape[:-1], h.shape[-1] // 2
-    if layout == SGL_FP4:
-        # 32 stored rows: (parity of the source row, half, 8 rows); source row = 2 * row + parity.
-        blocks = h.reshape(*lead, inter // 16, 2, 2, 8)
-        ordered = jnp.moveaxis(jnp.moveaxis(blocks, -2, 0), -2, -1)
-        return ordered[0].reshape(*lead, inter), ordered[1].reshape(*lead, inter)
-    blocks = h.reshape(*lead, inter // 8, 2, 8)
-    return blocks[..., 0, :].reshape(*lead, inter), blocks[..., 1, :].reshape(*lead, inter)
-
-
 def activate(
     gate: Float32[Array, "*shape"], up: Float32[Array, "*shape"], activation: Activation
 ) -> Float32[Array, "*shape"]:
@@ -95,7 +81,7 @@ def activate(
 
 
 _LARGEST_EXPONENT = 88.72283
-"""The largest float32 whose exponential is one."""
+"""The largest float32 with an exponential of one."""
 
 
 @jax.custom_jvp

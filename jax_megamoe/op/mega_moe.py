@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from jax_megamoe.op.transforms import (
     Call,
     Parameters,
     Place,
+    Result,
     Tokens,
     add_shared,
     place_of,
@@ -38,9 +39,53 @@ from jax_megamoe.weights.params import ExpertWeights, check_weights
 
 GROUPED = "grouped"
 PORTABLE = ("xla", "reference")
-"""Implementations without a kernel; the others are those of the kernel families, and GROUPED."""
+"""Implementations without a kernel; kernel families name the others, GROUPED apart."""
+
+Counted = tuple[BFloat16[Array, "tokens hidden"], Int32[Array, " experts"]]
+"""What a call with return_stats returns: y and the tokens of each local physical expert. A plain
+tuple, for which the caller's `shard_map` takes a tuple of out_specs."""
 
 _log = logging.getLogger("jax_megamoe")
+
+
+@overload
+def mega_moe(
+    x: BFloat16[Array, "tokens hidden"],
+    topk_ids: Int32[Array, "tokens top_k"],
+    topk_weights: Float32[Array, "tokens top_k"],
+    weights: ExpertWeights,
+    *,
+    config: MoEConfig,
+    mesh: Mesh | None = None,
+    axis: Axis | None = None,
+    token_axes: Axis | None = None,
+    padding_mask: Bool[Array, " tokens"] | None = None,
+    eplb: ReplicaMap | None = None,
+    shared_experts: Callable[[Array], Array] | None = None,
+    implementation: str | None = None,
+    return_stats: Literal[False] = False,
+    name: str = "mega_moe",
+) -> BFloat16[Array, "tokens hidden"]: ...
+
+
+@overload
+def mega_moe(
+    x: BFloat16[Array, "tokens hidden"],
+    topk_ids: Int32[Array, "tokens top_k"],
+    topk_weights: Float32[Array, "tokens top_k"],
+    weights: ExpertWeights,
+    *,
+    config: MoEConfig,
+    mesh: Mesh | None = None,
+    axis: Axis | None = None,
+    token_axes: Axis | None = None,
+    padding_mask: Bool[Array, " tokens"] | None = None,
+    eplb: ReplicaMap | None = None,
+    shared_experts: Callable[[Array], Array] | None = None,
+    implementation: str | None = None,
+    return_stats: Literal[True],
+    name: str = "mega_moe",
+) -> Counted: ...
 
 
 def mega_moe(  # noqa: PLR0913 (one keyword for each thing a call may need)
@@ -59,13 +104,13 @@ def mega_moe(  # noqa: PLR0913 (one keyword for each thing a call may need)
     implementation: str | None = None,
     return_stats: bool = False,
     name: str = "mega_moe",
-) -> Any:
+) -> BFloat16[Array, "tokens hidden"] | Counted:
     """Routed experts of one MoE layer: dispatch, both matmuls, the activation and the combine.
 
-    Three ways to call it: on one device (no axis); outside `shard_map` with `mesh` (or the current
-    one, `jax.set_mesh`) and `axis`, x being the global array whose rows the axis splits; and inside
-    the caller's `shard_map` with `axis`, everything being this rank's part. Every rank must make
-    the call, if only with padding.
+    There are three ways to call it. On one device, without an axis. Outside `shard_map`, with
+    `mesh` (or the current one, `jax.set_mesh`) and `axis`: x is the global array, and the axis
+    splits its rows. Inside the caller's `shard_map`, with `axis`: everything is this rank's part.
+    Every rank must make the call, if only with padding.
 
     A top-k weight of 0 does not mask an expert (0 times an overflowed hidden value is NaN, as in
     the kernels): use the id -1.
@@ -119,16 +164,23 @@ def mega_moe(  # noqa: PLR0913 (one keyword for each thing a call may need)
             a batch that `jax.vmap` cannot fold into tokens.
     """
     place = place_of(config, mesh, axis, token_axes)
-    return call(
+    result = call(
         Tokens(x, topk_ids, topk_weights, padding_mask),
         Parameters(weights, eplb),
         config=config,
         place=place,
         shared_experts=shared_experts,
         implementation=implementation,
-        return_stats=return_stats,
+        with_stats=return_stats,
         name=name,
     )
+    return narrowed(result)
+
+
+def narrowed(result: Result) -> BFloat16[Array, "tokens hidden"] | Counted:
+    """(y, counts) where there are counts, else y."""
+    y, counts = result
+    return y if counts is None else (y, counts)
 
 
 def call(
@@ -139,11 +191,12 @@ def call(
     place: Place,
     shared_experts: Callable[[Array], Array] | None = None,
     implementation: str | None = None,
-    return_stats: bool = False,
+    with_stats: bool = False,
     name: str = "mega_moe",
     pads: bool = False,
-) -> Any:
-    """`mega_moe` at a known place; with `pads` for any number of rows.
+) -> Result:
+    """`mega_moe` at a known place, counts None without `with_stats`; with `pads` for any number of
+    rows.
 
     Rows that fill up the parts of the place are routed nowhere and cut off again: neither
     `shared_experts` nor a `capture_routing` callback sees them.
@@ -163,7 +216,7 @@ def call(
     chosen = _choose(config, weights, place, x, implementation)
     capture(name, tokens.topk_ids, padding_mask, None if place.inside else place.mesh)
     missing = 0 if place.inside else -num_tokens % place.num_parts
-    launch: Callable[..., Any] = partial(run, call=chosen._replace(with_stats=return_stats))
+    launch: Callable[..., Any] = partial(run, call=chosen._replace(with_stats=with_stats))
     typed_by = explicit_mesh((tokens, parameters)) if place.axis is None else None
     if typed_by is not None:
         # Copies on the devices of an Explicit mesh, in a call that knows of none.
@@ -175,7 +228,7 @@ def call(
     if shared_experts is not None:
         # NaN in a padded row would reach the gradients of what the function closes over.
         y = add_shared(y, shared_experts(zero_padding(x, padding_mask)), padding_mask)
-    return (y, counts) if return_stats else y
+    return y, counts
 
 
 def _padded(tokens: Tokens, missing: int) -> Tokens:

@@ -20,7 +20,7 @@ from jax_megamoe.numerics.tokens import QuantizedTokens, restore_tokens
 from jax_megamoe.op.exchange import exchanged
 from jax_megamoe.op.staged_tokens import StagedTokens
 from jax_megamoe.weights.experts import stored_matrix
-from jax_megamoe.weights.layout import join_rows
+from jax_megamoe.weights.layout import gate_and_up, join_rows
 from jax_megamoe.weights.params import ExpertWeights, recipe_for
 from jax_megamoe.weights.regroup import restored_fields
 
@@ -343,7 +343,7 @@ def _apply(
         h = h * alpha
     if fields["w13_bias"] is not None:
         h = h + fields["w13_bias"][None]
-    gate, up = expert.split_gate_up(h, mlp.layout)
+    gate, up = gate_and_up(h, mlp.layout, axis=-1)
     act = expert.rounded_activation(gate, up, mlp.config.activation, mlp.recipe)
     early = None if mlp.recipe.rounding.weighs_in_combine else weight[:, None]
     act = expert.second_input(act, early, mlp.recipe, mlp.activation_scale)

@@ -68,7 +68,7 @@ def quantize_experts(
 
     Raises:
         ValueError: a wrong shape, a value that is not finite, a shared expert that the format does
-            not fuse or whose size is not S.
+            not fuse or of another size than S.
         TypeError: a wrong dtype.
     """
     parts = dict(gate=gate, up=up, down=down)
@@ -296,7 +296,7 @@ def _dequantised(routed: ExpertMatrices, *, form: WeightFormat, layout: str) -> 
     if routed.w13_weight_scale_2 is not None:
         w13 = w13 * routed.w13_weight_scale_2[:, None, None]
         w2 = w2 * routed.w2_weight_scale_2[:, None, None]
-    return *_halves(w13, layout), w2
+    return *layouts.gate_and_up(w13, layout), w2
 
 
 def dequantize_biases(weights: ExpertWeights) -> dict[str, Array]:
@@ -314,7 +314,7 @@ def _read_bias(bias: Array, *, layout: str) -> tuple[Array, Array]:
     if layout in GROUPED_LAYOUTS:
         gate, up = jnp.split(bias, 2, axis=-1)
         return gate, up
-    return _halves(layouts.join_rows(bias, layout, axis=-1), layout, axis=-1)
+    return layouts.gate_and_up(layouts.join_rows(bias, layout, axis=-1), layout, axis=-1)
 
 
 def dequantize_shared(config: ExpertSpec, weights: ExpertWeights) -> Matrices:
@@ -327,7 +327,7 @@ def dequantize_shared(config: ExpertSpec, weights: ExpertWeights) -> Matrices:
     if shared is None or config.shared_format is None:
         raise ValueError(_checks.message("weights", "a fused shared expert", "none"))
     w13, w2 = _decoded(shared, WEIGHT_FORMATS[config.shared_format], INTERLEAVE_8)
-    return *_halves(w13, INTERLEAVE_8), w2
+    return *layouts.gate_and_up(w13, INTERLEAVE_8), w2
 
 
 def _decoded(matrices: ExpertMatrices, form: WeightFormat, layout: str) -> tuple[Array, Array]:
@@ -337,8 +337,3 @@ def _decoded(matrices: ExpertMatrices, form: WeightFormat, layout: str) -> tuple
     )
     w2 = stored_matrix(matrices.w2_weight, matrices.w2_weight_scale, form, w13=False, layout=layout)
     return w13.astype(jnp.float32), w2.astype(jnp.float32)
-
-
-def _halves(w13: Array, layout: str, axis: int = -2) -> tuple[Array, Array]:
-    gate, up = jnp.split(layouts.w13_from_kernel(w13, layout, axis), 2, axis)
-    return gate, up

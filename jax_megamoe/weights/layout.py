@@ -18,7 +18,7 @@ from jax_megamoe.numerics.elements import Array, pack_words, unpack_words
 
 @dataclass(frozen=True)
 class RowOrder:
-    """A permutation of rows: they are seen as an array of shape `factors`, whose axes are permuted.
+    """A permutation of rows: the axes of an array of shape `factors` are permuted.
 
     Attributes:
         name: what messages call it.
@@ -100,7 +100,7 @@ def split_rows(rows: Array, layout: str, axis: int = -2) -> Array:
 
 
 def join_rows(array: Array, layout: str, axis: int = -2) -> Array:
-    """The inverse of `split_rows`; `axis` is that of the rows in the result."""
+    """The inverse of `split_rows`; `axis` has the rows in the result."""
     if layout != SGL_FP4.name:
         return array
     axis %= array.ndim - 1
@@ -119,6 +119,14 @@ def w13_to_kernel(weight: Array, layout: str, axis: int = -2) -> Array:
 def w13_from_kernel(weight: Array, layout: str, axis: int = -2) -> Array:
     """The inverse of `w13_to_kernel`."""
     return _w13_order(layout).undo(weight, axis)
+
+
+def gate_and_up(w13: Array, layout: str, axis: int = -2) -> tuple[Array, Array]:
+    """Gate and up out of w13, or out of any array with its rows in the kernel's order."""
+    rows = w13_from_kernel(w13, layout, axis)
+    before = (slice(None),) * (axis % rows.ndim)
+    inter = rows.shape[axis] // 2
+    return rows[(*before, slice(inter))], rows[(*before, slice(inter, None))]
 
 
 def pack_scales(scales: Array) -> Array:
