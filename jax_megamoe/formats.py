@@ -222,7 +222,7 @@ def recipe_of(weights: WeightFormat, activations: ActivationFormat | None = None
     """The recipe of a pair; activations None: the default of the weight format.
 
     Raises:
-        ValueError: no recipe has the pair; the message lists those of the weight format.
+        ValueError: no recipe has the pair; the message lists the weight format's.
     """
     if activations is None:
         return RECIPES[weights.name]

@@ -59,7 +59,7 @@ def explicit_mesh(tree: Any) -> AbstractMesh | None:
 
 
 def gathered(tree: Any) -> Any:
-    """A tree of arrays whose Explicit axes are gathered, so that any index reaches every value."""
+    """A tree of arrays with gathered Explicit axes, so that any index reaches every value."""
     return jax.tree.map(lambda a: reshard(a, jax.typeof(a).sharding.mesh, PartitionSpec()), tree)
 
 

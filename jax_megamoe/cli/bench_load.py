@@ -34,7 +34,7 @@ CASES = (
     ("mxfp4", "mxfp4"),
     ("bf16", "mxfp4"),
 )
-"""What is measured: the format stored, and that of the layer."""
+"""What is measured: the stored format, the layer's format."""
 
 _PARTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
 _SUFFIXES = ("weight", "weight_scale", "weight_scale_2")
@@ -117,7 +117,7 @@ _COLUMNS: dict[str, Callable[[LoadRow], str]] = {
 def bench_load(
     shape: LoadShape, formats: Sequence[str], *, seed: int = 0, repeats: int = 5
 ) -> LoadResult:
-    """Loads each of `CASES` whose layer is of one of `formats`, from a file in a temporary folder.
+    """Loads each of `CASES` with a layer in one of `formats`, from a file in a temporary folder.
 
     Args:
         shape: sizes of the layer.

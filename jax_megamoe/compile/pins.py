@@ -1,6 +1,6 @@
 """The distributions that ship headers of kernels: where the headers lie, and the wheels to fetch.
 
-Sizes and SHA-256 are those of the files on PyPI; the headers of a version's wheels are the same.
+Sizes and SHA-256 are PyPI's; the headers of a version's wheels are the same.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ class Wheel:
 
 @dataclass(frozen=True)
 class Distribution:
-    """What a kernel source is on the package index, in the version whose kernels are planned for.
+    """What a kernel source is on the package index, in the version that plans are for.
 
     Attributes:
         name: the distribution's.

@@ -12,7 +12,7 @@ from jax_megamoe._checks import message
 from jax_megamoe.compile.errors import CUDA_EXTRA, MissingDependency
 
 MINIMUM_CUDA = (13, 0)
-"""Oldest CUDA that is supported, that of `jax[cuda13]`. (The targets sm_100f and sm_103a exist from
+"""Oldest CUDA that is supported: `jax[cuda13]`'s. (The targets sm_100f and sm_103a exist from
 12.9 on.)"""
 
 # A header that each wheel brings, as evidence that it is there.

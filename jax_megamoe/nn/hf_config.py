@@ -65,7 +65,7 @@ class Layers:
         hashed: the first so many choose experts by token id.
         first: a key and its value: the first so many are dense.
         last: moe_layer_end_index: those after it are dense; None: none is.
-        frequency: moe_layer_freq: dense are those whose index is no multiple of this.
+        frequency: moe_layer_freq: layers with another index than a multiple of this are dense.
         step: a key and its value: dense are those whose number, from 1, is no multiple of this.
         dense: mlp_only_layers: these are dense.
         sparse: moe_layers: all but these are dense; None: the config has no such list.
@@ -113,7 +113,7 @@ class Layers:
 
 
 def read_hf_config(hf_config: Any) -> Fields:
-    """A config as a dict, that of the text model where there are several.
+    """A config as a dict; of several, the text model's.
 
     Args:
         hf_config: a transformers config, a dict, or the path of a config.json or of its folder.
@@ -151,7 +151,7 @@ def block_spec(hf_config: HFConfig, layer_index: int | None = None) -> BlockSpec
 
     Args:
         hf_config: as `read_hf_config` returns it.
-        layer_index: the layer; None: any whose experts are chosen by score.
+        layer_index: the layer; None: any that chooses its experts by score.
 
     Raises:
         ValueError: a model_type that is not known, a key missing or of another kind than it should

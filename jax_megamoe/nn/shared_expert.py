@@ -104,7 +104,7 @@ def unfused_reason(
     fused = config.shared_format
     reasons = {
         "a gate weighs its output": has_gate,
-        "its tokens are not those of the routed experts": weighs_input,
+        "it gets other tokens than the routed experts": weighs_input,
         "the model's sizes are rounded up": not is_whole,
         f"its size {shared_size} is no multiple of intermediate_size {inter}": shared_size % inter,
         f"{form} kernels fuse none": config.shared_format is None,

@@ -26,7 +26,7 @@ class Storage:
     Attributes:
         quantization: the quantisation as JSON text, which unlike a dict can be hashed; None: none.
         gate_up_order: of gate and up in one tensor; None: not known.
-        decides_format: the format is that of the checkpoint, for none was given.
+        decides_format: no format was given: the checkpoint decides.
     """
 
     quantization: str | None
@@ -56,7 +56,7 @@ def shared_scheme(hf_config: Fields, prefix: str, layer_index: int | None) -> st
     found = quantization_of(hf_config)
     if found is None:
         return "bf16"
-    # DeepSeek-V4's expert_dtype is that of the routed experts.
+    # DeepSeek-V4's expert_dtype is the routed experts'.
     config = {name: value for name, value in found.items() if name != "expert_dtype"}
     name = "" if layer_index is None else f"{prefix.format(layer_index)}.shared_experts"
     try:
@@ -116,7 +116,7 @@ def config_of_model(
         mesh: where it runs; None: on the default device.
         axis: the expert-parallel axis, or axes.
         keep: the format was given.
-        biased_size: hidden size of a model whose experts have biases; 0: they have none.
+        biased_size: hidden size of a model with biases in its experts; 0: they have none.
     """
     if not biased_size:
         return config_in_place(config, mesh, axis, keep)

@@ -98,7 +98,7 @@ def replicated(
     """A variable of this kind, with a copy on every device of the mesh; None: the default device.
 
     Args:
-        array: its value. Of a NumPy array each process places its own, which must be alike.
+        array: its value. Each process places its own copy of a NumPy array: all must be equal.
         mesh: the devices.
         kind: the class of the variable.
     """

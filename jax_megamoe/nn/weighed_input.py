@@ -1,4 +1,4 @@
-"""Blocks whose routing weight multiplies what an expert gets, not what it gives (Llama 4).
+"""Blocks that multiply what an expert gets by its routing weight, not what it gives (Llama 4).
 
 Of one expert a token, so that each token has one input. The kernels multiply outputs: here their
 weights are 1, and the tokens are multiplied before.

@@ -64,7 +64,7 @@ def rank_loads(loads: np.ndarray, placement: np.ndarray, num_ranks: int) -> np.n
 
 
 def imbalance(loads: np.ndarray) -> float:
-    """Largest over mean load of the ranks: 1.0 where all are alike, or none has any."""
+    """Largest over mean load of the ranks: 1.0 where all are equal, or none has any."""
     values = np.asarray(loads, np.float64)
     return float(values.max() / values.mean()) if values.any() else 1.0
 

@@ -101,7 +101,7 @@ class Router:
         _checks.multiple("router num_experts", self.num_experts, self.num_groups, "of num_groups")
         size = self.num_experts // self.num_groups
         if self.num_groups > 1 and size < 2:
-            expected = "at least 2 experts a group, whose two best are added"
+            expected = "at least 2 experts a group: its two best are added"
             raise ValueError(_checks.message("router num_groups", expected, self.num_groups))
         limit = f"the experts of {self.top_groups} groups"
         _checks.at_most("router top_k", self.top_k, self.top_groups * size, limit)

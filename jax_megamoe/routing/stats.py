@@ -65,7 +65,7 @@ def moe_stats(
     jit-able, outside `shard_map`, on the arrays that `mega_moe` is given.
 
     Args:
-        topk_ids: int32 [T, K], logical ids, -1 for unrouted; those of all ranks.
+        topk_ids: int32 [T, K], logical ids, -1 for unrouted; of all ranks.
         config: the layer.
         padding_mask: bool [T], True for rows that are no tokens.
         eplb: where replicas are; None: the config's initial map.

@@ -110,7 +110,7 @@ class PeerMemory:
         return {"host": host, "seats": seats}
 
     def agree(self, described: dict[int, dict[str, Any]]) -> None:
-        """Checks that the groups can work; raises alike in every process.
+        """Checks that the groups can work; raises the same in every process.
 
         Raises:
             ValueError: a group mixes kinds of devices.

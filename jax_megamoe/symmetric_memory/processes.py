@@ -59,7 +59,7 @@ class Team:
             _meetings[topic] += 1
 
     def share(self, step: str, work: Callable[[], Any]) -> dict[int, Any]:
-        """Does this process's part of a step, and waits for that of the others.
+        """Does this process's part of a step, and waits for the others.
 
         Args:
             step: a name, once a team.
@@ -93,7 +93,7 @@ class Team:
         return {process: answer["value"] for process, answer in answers.items()}
 
     def agree(self, facts: Callable[[], Mapping[str, object]]) -> None:
-        """Compares what every process must have alike, as texts, before anything depends on it.
+        """Compares what must be equal in every process, as texts, before anything depends on it.
 
         Args:
             facts: returns values by name, those first whose difference explains the others'. Not

@@ -48,14 +48,14 @@ _KEPT = len(_NEAREST)
 """In place of octaves: the group stays as it is."""
 
 _NV_LARGEST = 0x69
-"""The largest E4M3 scale, 72, whose product with 6 is at most 448."""
+"""The largest E4M3 scale, 72: 6 times it is at most 448."""
 _NV_SHIFTS = (-3, 15)
 _NV_NORMAL = 0x10
 """From this scale on, 2^-5, no product is an E4M3 subnormal."""
 
 
 class Fitted(NamedTuple):
-    """A matrix whose scales the kernel decodes.
+    """A matrix with scales that the kernel decodes.
 
     Attributes:
         codes: uint8 pairs [..., N, K / 2].
@@ -71,7 +71,7 @@ class Fitted(NamedTuple):
 
 
 def fit_mxfp4(codes: Array, scales: Array) -> Fitted:
-    """MXFP4 whose weights all decode exactly, wherever that is possible.
+    """MXFP4 with weights that all decode exactly, wherever that is possible.
 
     It is when scales that belong to codes span at most 11 octaves, and often at more: what counts
     is the range of the weights that are not 0. Else the largest weight is put at the upper end, and

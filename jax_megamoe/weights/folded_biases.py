@@ -144,7 +144,7 @@ def _whole(sign: Array, half_units: Array, exponents: Array) -> Array:
 
 
 def fold_biases(config: ExpertSpec, weights: ExpertWeights) -> ExpertWeights:
-    """Parameters whose first biases stand in the last columns of w13, which multiplied zeros.
+    """Parameters with the first biases in the last columns of w13, which multiplied zeros.
 
     `mega_moe` puts the constant into the tokens' columns and adds the second biases to the
     output, so that kernels without biases run the layer. `unfold_biases` is the inverse.
@@ -234,7 +234,7 @@ def _column(config: ExpertSpec, weights: ExpertWeights) -> int:
         got = "folded ones" if weights.folds_biases else "none"
         raise ValueError(_checks.message("weights.routed.w13_bias", "biases", got))
     if weights.shared is not None:
-        expected = "none beside folded biases, whose constant it would multiply"
+        expected = "none beside folded biases: it would multiply their constant"
         hint = "pass it to mega_moe as a function"
         raise ValueError(_checks.message("weights.shared", expected, "a fused one", hint))
     return _last(weights)

@@ -27,7 +27,7 @@ FUSED_BINADES = 12
 
 
 def numpy_or_jax(array: Array) -> Any:
-    """The module whose array it is."""
+    """The module that the array is of."""
     return np if isinstance(array, np.ndarray) else jnp
 
 

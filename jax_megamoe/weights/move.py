@@ -104,7 +104,7 @@ def move_experts(
     sharding = place(config, mesh, axis).routed
     devices = len(weights.routed.w13_weight.sharding.device_set)
     if sharding is None and devices > 1:
-        expected = f"those of the weights, which are on {devices} devices"
+        expected = f"the weights' own: they are on {devices} devices"
         raise ValueError(_checks.message("mesh and axis", expected, None))
     names = axis_names(axis)
     sizes = [mesh.shape[name] for name in names] if mesh is not None else []

@@ -128,7 +128,7 @@ def log_rounded(what: str, rounded: int) -> None:
     """Says how many weights became other numbers in a packed layout, if any did."""
     if rounded:
         _log.warning(
-            "%s: %d weights are rounded for FlashInfer's kernel, whose E4M3 does not hold them "
+            "%s: %d weights are rounded for FlashInfer's kernel: its E4M3 does not hold them "
             "(MXFP4: by at most 2^-15 of the expert's largest weight; NVFP4: scales that are not "
             "powers of two, by up to 4.8 %% of a weight)",
             what,

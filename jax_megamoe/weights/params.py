@@ -339,7 +339,7 @@ def _check_folded(weights: ExpertWeights) -> None:
         hint = "the grouped products add biases: unfold_biases gives them back"
         raise ValueError(_checks.message("weights.routed.w13_bias", "an array", None, hint))
     if weights.shared is not None:
-        expected = "none beside folded biases, whose constant it would multiply"
+        expected = "none beside folded biases: it would multiply their constant"
         raise ValueError(_checks.message("weights.shared", expected, "a fused shared expert"))
 
 

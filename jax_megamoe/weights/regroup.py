@@ -1,8 +1,8 @@
-"""`ExpertWeights` between the mega kernels' layouts and those of the grouped products.
+"""`ExpertWeights` between the mega kernels' layouts and the grouped products' own.
 
 ``humming_bf16`` is read beside BF16 rows, ``humming_fp8`` beside E4M3 rows with a float32 scale by
 128. In both w13 has its gate rows first, then its up rows, biases too; and rows of w2 are padded to
-a multiple of 256 with zeros. Shapes are those of `grouped.shapes`. Each expert is converted for
+a multiple of 256 with zeros. `grouped.shapes` says the shapes. Each expert is converted for
 itself, so that arrays may be one rank's.
 """
 
@@ -97,7 +97,7 @@ def restore(
 ) -> tuple[Array, Array]:
     """The inverse of `arrange` for one matrix of `n` rows: the weight and its scales.
 
-    Scales of fused MXFP4 come back as raised; the values are those of the products.
+    Scales of fused MXFP4 come back as raised; the values are the products'.
     """
     how = grouped.packing(form, layout)
     words, scale = fields[name], fields[f"{name}_scale"]
@@ -223,7 +223,7 @@ def from_grouped(weights: ExpertWeights, layout: str = INTERLEAVE_8) -> ExpertWe
     """Parameters of a grouped layout in a mega kernel's, ``"interleave8"`` or ``"sgl_fp4"``.
 
     The inverse of `to_grouped`; of MXFP4 in ``humming_fp8`` the scales come back as they were
-    raised, and all values are those of the products.
+    raised, and all values are the products'.
 
     Raises:
         ValueError: an unknown layout.

@@ -277,7 +277,7 @@ def _check_values(name: str, array: jax.Array | np.ndarray, *, is_scale: bool) -
 
 
 def _cached_rows(array: jax.Array | np.ndarray) -> Iterator[jax.Array | np.ndarray]:
-    """The array in pieces whose temporaries stay in a core's cache; a JAX array whole."""
+    """The array in pieces small enough for a core's cache; a JAX array whole."""
     if isinstance(array, jax.Array) or not array.size:
         yield array
         return

@@ -254,7 +254,7 @@ class TestErrors:
 
     def test_dense_layer_by_the_checkpoint(self) -> None:
         tensors = {"model.layers.1.mlp.gate_proj.weight": np.zeros((4, 4), np.float32)}
-        message = "layer 1: expected an MoE layer, got one whose names have no experts: a dense"
+        message = "layer 1: expected an MoE layer, got a dense layer: its names have no"
         self.refused("qwen3_moe", tensors, message)
 
     def test_layer_that_the_model_has_not(self) -> None:

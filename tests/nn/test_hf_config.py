@@ -131,7 +131,7 @@ def test_values_of_one_layer() -> None:
     name = "tencent/Hunyuan-A13B-Instruct"
     hf_config = HF_CONFIGS[name] | dict(moe_topk=[8] * 31 + [4])
     assert [block_spec(hf_config, index).router.top_k for index in (30, 31)] == [8, 4]
-    message = "moe_topk in hf_config: expected an integer, or a list of one alike for all layers"
+    message = "moe_topk in hf_config: expected an integer, or a list of one the same for all layers"
     with pytest.raises(ValueError, match=message):
         block_spec(hf_config)
     short = HF_CONFIGS[name] | dict(num_shared_expert=[1] * 3)

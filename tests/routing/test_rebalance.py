@@ -243,7 +243,7 @@ def test_what_cannot_be_solved(loads: list[Any], slots: int, ranks: int, text: s
         ),
         (
             dict(weights=2),
-            "mesh and axis: expected those of the weights, which are on 2 devices, got None",
+            "mesh and axis: expected the weights' own: they are on 2 devices, got None",
         ),
         (
             dict(mesh=3, axis="ep"),

@@ -7,11 +7,11 @@ import numpy as np
 
 
 class Bounds(NamedTuple):
-    """Largest relative errors (Euclidean norm of the difference over that of the wanted) allowed.
+    """Largest relative errors (Euclidean norm of the difference over the wanted's) allowed.
 
     Attributes:
         exact: against the float32 layer on the checkpoint's own weights: all the rounding there is.
-        einsum: against `einsum_moe` on the same quantised weights, which rounds alike but sums in
+        einsum: against `einsum_moe` on the same quantised weights: it rounds the same and sums in
             another order.
     """
 

@@ -235,6 +235,6 @@ def run_format(
 
 
 def relative_error(got: Array, want: Array | np.ndarray) -> float:
-    """Euclidean norm of the difference over that of `want`."""
+    """Euclidean norm of the difference over `want`'s."""
     got64, want64 = np.asarray(got, np.float64), np.asarray(want, np.float64)
     return float(np.linalg.norm(got64 - want64) / np.linalg.norm(want64))

@@ -116,7 +116,7 @@ def _draw(
 
 
 def _of_recipe(timings: Sequence[Timing], recipe: str) -> list[Timing]:
-    """One timing of the recipe for each number of tokens whose work is known."""
+    """One timing of the recipe for each number of tokens with known work."""
     known = {each.num_tokens: each for each in timings if each.recipe == recipe and each.flops}
     return [known[count] for count in sorted(known)]
 

@@ -154,7 +154,7 @@ class BlockTensors:
         """How the routed experts are stored, see `layer_scheme`.
 
         Args:
-            quantization_config: the model's; None: that of the checkpoint's folder.
+            quantization_config: the model's; None: the one in the checkpoint's folder.
             otherwise: what is taken where that says nothing.
 
         Raises:
@@ -207,7 +207,7 @@ class BlockTensors:
 
 
 def _of_layer(pairs: Pairs, layer_index: int, prefix: str | None) -> dict[str, Any]:
-    """The pairs whose names are under the prefix, or in the layer of that index."""
+    """The pairs with names under the prefix, or in the layer of that index."""
     items = pairs.items() if isinstance(pairs, Mapping) else pairs
     layer = re.compile(rf"(.*\.)?layers\.{layer_index}\.")
     held: dict[str, Any] = {}
@@ -240,7 +240,7 @@ def _block_of(names: Iterable[str], layer_index: int) -> str:
             _checks.message(f"layer {layer_index}", "one MoE block", sorted(found), hint)
         )
     if any_of_layer:
-        got = "one whose names have no experts: a dense layer"
+        got = "a dense layer: its names have no experts"
         raise ValueError(_checks.message(f"layer {layer_index}", "an MoE layer", got))
     expected = f"names with layers.{layer_index}."
     raise ValueError(_checks.message("checkpoint", expected, "none"))

@@ -143,7 +143,7 @@ class ParameterBuffers:
         config: the layer.
         placement: where its experts are.
         layout: row order of w13.
-        initial: parameters whose values untouched entries keep; None: there are none.
+        initial: parameters that untouched entries come from; None: there are none.
 
     Threads may write different experts, or different projections of one, at the same time.
     """

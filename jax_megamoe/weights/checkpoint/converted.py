@@ -152,7 +152,7 @@ def _weights(tensors: Mapping[str, Any], config: ExpertSpec, layout: str) -> Exp
 
 
 def _struct(tensor: StoredTensor, layout: str) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of a field by that of its tensor, where w13's rows are one axis."""
+    """Shape and dtype of a field by its tensor's, where w13's rows are one axis."""
     struct = jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)
     axis = W13_ROWS.get(tensor.name)
     if axis is None or struct.ndim < 2 or struct.shape[axis] % SGL_TILE:
@@ -215,7 +215,7 @@ def _blocks(name: str, array: jax.Array) -> Iterable[np.ndarray]:
     for shard in array.addressable_shards:
         start, stop, _ = shard.index[0].indices(array.shape[0])
         inner = tuple((each.start, each.stop) for each in shard.index[1:])
-        ranges[start, stop][inner] = shard.data  # replicas are alike
+        ranges[start, stop][inner] = shard.data  # replicas are equal
     covered = 0
     for (start, stop), parts in sorted(ranges.items()):
         size = (stop - start) * math.prod(array.shape[1:])

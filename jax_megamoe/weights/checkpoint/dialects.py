@@ -27,7 +27,7 @@ SHARED_NAMES = ("shared_experts.", "shared_expert.", "shared_mlp.")
 """What the shared expert is called beside the routed ones."""
 
 MAX_EXPERTS = 1 << 20
-"""Of a layer whose number of experts is not known."""
+"""Of a layer with an unknown number of experts."""
 
 PARTS: MappingProxyType[str, Part] = MappingProxyType(
     {

@@ -1,4 +1,4 @@
-"""The model families whose MoE blocks are known here: one row each. Plain data, without JAX.
+"""The model families with MoE blocks that are known here: one row each. Plain data, without JAX.
 
 Source: transformers 5.24, its configuration and modeling files and the names its conversion of
 checkpoints has; each row is compared with its block there (tests/record_transformers.py).
@@ -172,7 +172,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 
 def family_of(model_type: str | None) -> Family | None:
-    """The row of a model_type, that of a text model's config included; None: not known."""
+    """The row of a model_type, also of a text model's config; None: not known."""
     return FAMILIES.get((model_type or "").removesuffix("_text"))
 
 

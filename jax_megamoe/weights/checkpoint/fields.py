@@ -81,7 +81,7 @@ class Fields(dict[str, Any]):
         if layer_index is None and len(set(values)) == 1:
             layer_index = 0
         if layer_index is None or layer_index >= len(values):
-            which = "alike for all layers" if layer_index is None else f"for layer {layer_index}"
+            which = "the same for all layers" if layer_index is None else f"for layer {layer_index}"
             raise self.wrong(name, f"an integer, or a list of one {which}")
         return self._checked_integer(name, values[layer_index], minimum)
 
@@ -147,7 +147,7 @@ class Fields(dict[str, Any]):
         return Fields(self.get(name), self.origin, f"{self.path}{name}.")
 
     def wrong(self, name: str, expected: str, got: Any = _REQUIRED) -> ValueError:
-        """The error of a field whose value is not what is expected."""
+        """The error of a field with another value than expected."""
         value = self.get(name) if got is _REQUIRED else got
         return ValueError(_checks.message(self.where(name), expected, shown(value)))
 

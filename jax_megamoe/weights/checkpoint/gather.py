@@ -75,7 +75,7 @@ class Gathering:
         return name.startswith(f"{self._dialect.prefix}.")
 
     def role(self, name: str) -> Role | None:
-        """What the tensor is, see `Dialect.role`; None too for one whose bytes nobody needs."""
+        """What the tensor is, see `Dialect.role`; None too where nobody needs its bytes."""
         role = self._dialect.role(name)
         if role is None or role.kind == "unused":
             return None

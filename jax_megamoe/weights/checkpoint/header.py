@@ -39,7 +39,7 @@ DTYPES: dict[str, np.dtype] = {
 """NumPy dtypes by their name in a safetensors header."""
 
 PAIRS = "F4"
-"""E2M1 in a safetensors header, whose shapes count values; read as uint8, two values a byte."""
+"""E2M1 in a safetensors header, where shapes count values; read as uint8, two values a byte."""
 
 _BITS = {name: 8 * dtype.itemsize for name, dtype in DTYPES.items()} | {
     PAIRS: 4,
@@ -155,7 +155,7 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     file.check_not_a_pointer("a safetensors file")
     length = int.from_bytes(file.read(0, min(8, file.size)).tobytes(), "little")
     if length > min(file.size - 8, MAX_JSON):
-        expected = "a safetensors file, whose first 8 bytes are its header's length"
+        expected = "a safetensors file: its first 8 bytes are its header's length"
         raise ValueError(_checks.message(path.name, expected, f"length {length} in {file.size}"))
     header = parse_json(file.read(8, length).tobytes(), path.name, "a JSON header")
     if not isinstance(header, dict):

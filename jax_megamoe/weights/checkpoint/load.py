@@ -86,7 +86,7 @@ def load_experts(
             stacks [E, H, 2I] without any of that are refused.
         stored_sizes: hidden and intermediate size of the checkpoint, where the config's are those
             rounded up: the rest is filled with zeros.
-        layout: of the parameters, see `to_layout`; None: that of the config's kernels. The grouped
+        layout: of the parameters, see `to_layout`; None: what the config's kernels read. The grouped
             products' are made on the devices, from `interleave8`.
 
     Raises:

@@ -234,7 +234,7 @@ def scalar(piece: Piece, cache: Cache) -> np.ndarray:
     if not (is_zero or np.finfo(np.float32).tiny <= scale < np.inf):
         expected = "a finite number >= 0, not denormal"
         if divisor:
-            expected = "a finite number > 0 whose reciprocal is finite and not denormal"
+            expected = "a finite number > 0 with a finite, normal reciprocal"
         raise ValueError(_checks.message(piece.where, expected, value.item()))
     return scale
 

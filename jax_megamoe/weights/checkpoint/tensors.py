@@ -24,7 +24,7 @@ _LONGEST_PATH = 255
 
 
 class Tensor(Protocol):
-    """A named tensor whose bytes may not have been read yet."""
+    """A named tensor; its bytes may not have been read yet."""
 
     @property
     def name(self) -> str: ...

@@ -32,7 +32,7 @@ def test_values_of_a_layer() -> None:
     assert fields.of_layer(1, "each") == 2 and fields.of_layer(None, "same") == 3
     assert fields.of_layer(7, "absent", default=5) == 5
     for index, name, text in (
-        (None, "each", "an integer, or a list of one alike for all layers, got a list of 2"),
+        (None, "each", "an integer, or a list of one the same for all layers, got a list of 2"),
         (2, "each", "an integer, or a list of one for layer 2, got a list of 2"),
         (0, "odd", "an integer >= 0, got '2'"),
     ):
