@@ -86,8 +86,8 @@ def load_experts(
             stacks [E, H, 2I] without any of that are refused.
         stored_sizes: hidden and intermediate size of the checkpoint, where the config's are those
             rounded up: the rest is filled with zeros.
-        layout: of the parameters, see `to_layout`; None: what the config's kernels read. The grouped
-            products' are made on the devices, from `interleave8`.
+        layout: of the parameters, see `to_layout`; None: what the config's kernels read. Layouts
+            of the grouped products are made on the devices, from `interleave8`.
 
     Raises:
         ValueError: a tensor missing, unknown, there twice or of a wrong shape; a value or scale
