@@ -39,6 +39,13 @@ SHOWN = {
         r"^NaN in rows without a sequence: no bit differs$",
         r"^routed experts: 6\.5 MB, 0\.81 MB on each of 8 devices$",
     ],
+    "watch_load.py": [
+        r"^192 steps, traces: 1$",
+        r"^busiest over mean device, at rest: 1\.5\d then 2\.\d\d$",
+        r"^busiest over mean device, rebalanced: 1\.1\d then 1\.[12]\d$",
+        r"^rebalanced before the steps 8 56",
+        r"^outputs: no bit differs$",
+    ],
 }
 """Lines that each example prints; test_docs has the quickstart."""
 
@@ -95,6 +102,9 @@ def test_example(name: str, tmp_path: Path) -> None:
     missing = [line for line in SHOWN[name] if not re.search(line, done.stdout, re.M)]
     assert not missing, done.stdout
     assert not list((tmp_path / "TMPDIR").iterdir())
+    pictures = {"watch_load.py": "watch_load.png"}
+    if name in pictures:
+        assert (tmp_path / pictures[name]).read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("case", BROKEN)
