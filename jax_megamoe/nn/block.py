@@ -186,22 +186,11 @@ class MegaMoEBlock(nnx.Module):
         spec = block_spec(raw, layer_index)
         device = None if mesh is None else mesh.devices.flat[0]
         form = weight_format or storage.format_of_layer(raw, spec.prefix, layer_index, device)
-        hidden_size, intermediate_size = spec.padded_sizes
-        logical = spec.router.num_experts
-        sizes: dict[str, Any] = dict(
-            num_experts=logical,
-            num_logical_experts=logical if config.get("num_experts", logical) != logical else None,
-            top_k=spec.router.top_k,
-            hidden_size=hidden_size,
-            intermediate_size=intermediate_size,
-            max_num_tokens=max_num_tokens,
-            weight_format=form,
-            activation=spec.activation,
-        )
+        experts = storage.config_of_spec(spec, form, max_num_tokens, **config)
         keep, hidden = weight_format is not None, spec.hidden_size * spec.has_expert_biases
         make = partial(
             cls,
-            storage.config_of_model(MoEConfig(**(sizes | config)), mesh, axis, keep, hidden),
+            storage.config_of_model(experts, mesh, axis, keep, hidden),
             spec.router,
             stored_sizes=(spec.hidden_size, spec.intermediate_size),
             shared_size=spec.shared_size,

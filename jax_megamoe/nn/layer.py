@@ -13,10 +13,10 @@ from jaxtyping import Array, BFloat16, Bool, Float32, Int32
 from jax_megamoe import _checks
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.formats import GROUPED_LAYOUTS, INTERLEAVE_8
-from jax_megamoe.launch import deep_gemm, grouped, runnable
 from jax_megamoe.mesh import Axis, current_mesh
+from jax_megamoe.nn.storage import layout_here
 from jax_megamoe.nn.variables import ExpertVariable, MatrixVariables, held, put, replicated
-from jax_megamoe.op.mega_moe import PORTABLE, Counted, call, narrowed
+from jax_megamoe.op.mega_moe import Counted, call, narrowed
 from jax_megamoe.op.transforms import Parameters, Place, Result, Tokens, place_of
 from jax_megamoe.routing.rebalance import rebalance, solve_placement
 from jax_megamoe.routing.replicas import ReplicaMap, check_map, initial_map, placement_of
@@ -98,7 +98,7 @@ class MegaMoE(nnx.Module):
             place_of(config, spread, axis, token_axes)
         is_drawn = weights is None
         adds_biases = has_biases if weights is None else weights.routed.w2_bias is not None
-        layout = _layout_here(
+        layout = layout_here(
             config,
             default_layout(config) if weights is None else weights.layout,
             spread,
@@ -390,24 +390,3 @@ class MegaMoE(nnx.Module):
                 setattr(self, name, nnx.data(variable))
             else:
                 put(variable, array)
-
-
-def _layout_here(
-    config: MoEConfig,
-    layout: str,
-    mesh: Mesh | AbstractMesh | None,
-    axis: Axis | None,
-    implementation: str | None,
-    *,
-    adds_biases: bool,
-) -> str:
-    """The layout that parameters of `layout` get in a layer on this machine."""
-    if implementation in PORTABLE or (implementation is None and layout in GROUPED_LAYOUTS):
-        return layout
-    is_real = isinstance(mesh, Mesh)
-    device = mesh.devices.flat[0] if is_real else deep_gemm.default_device()
-    num_ranks = place_of(config, mesh, axis).num_ranks
-    for_products = grouped.layer_layout(
-        config, device, num_ranks, implementation, adds_biases=adds_biases
-    )
-    return for_products or runnable.runnable_layout(config, layout, device)

@@ -6,12 +6,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jax_megamoe.config import MoEConfig
-from jax_megamoe.formats import WeightFormat
-from jax_megamoe.launch.runnable import config_that_folds, in_recipe_with_kernel, supported
+from jax_megamoe.formats import GROUPED_LAYOUTS, WeightFormat
+from jax_megamoe.launch import deep_gemm, grouped
+from jax_megamoe.launch.runnable import (
+    config_that_folds,
+    in_recipe_with_kernel,
+    runnable_layout,
+    supported,
+)
 from jax_megamoe.mesh import Axis, axis_names
+from jax_megamoe.nn.hf_config import BlockSpec
+from jax_megamoe.op.mega_moe import PORTABLE
+from jax_megamoe.op.transforms import place_of
 from jax_megamoe.plan import folding
 from jax_megamoe.plan.refusal import Refusal
 from jax_megamoe.weights.checkpoint.families import GateUpOrder, gate_up_order
@@ -82,6 +91,32 @@ def format_of_layer(
     return select_format(hf_config, device, prefix=experts)
 
 
+def config_of_spec(
+    spec: BlockSpec, form: str | WeightFormat, max_num_tokens: int, **fields: Any
+) -> MoEConfig:
+    """The experts of a model's block, without regard to where they run.
+
+    Args:
+        spec: of the block.
+        form: of the weights.
+        max_num_tokens: see `MoEConfig`.
+        **fields: others of it, which go before those of `spec`.
+    """
+    hidden_size, intermediate_size = spec.padded_sizes
+    logical = spec.router.num_experts
+    sizes: dict[str, Any] = dict(
+        num_experts=logical,
+        num_logical_experts=logical if fields.get("num_experts", logical) != logical else None,
+        top_k=spec.router.top_k,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        max_num_tokens=max_num_tokens,
+        weight_format=form,
+        activation=spec.activation,
+    )
+    return MoEConfig(**(sizes | fields))
+
+
 def config_in_place(
     config: MoEConfig, mesh: Mesh | None, axis: Axis | None, keep: bool
 ) -> MoEConfig:
@@ -150,3 +185,24 @@ def config_in_format(
         shared_format=None,
     )
     return config_in_place(stored, mesh, axis, keep)
+
+
+def layout_here(
+    config: MoEConfig,
+    layout: str,
+    mesh: Mesh | AbstractMesh | None,
+    axis: Axis | None,
+    implementation: str | None,
+    *,
+    adds_biases: bool,
+) -> str:
+    """The layout that parameters of `layout` get in a layer on this machine."""
+    if implementation in PORTABLE or (implementation is None and layout in GROUPED_LAYOUTS):
+        return layout
+    is_real = isinstance(mesh, Mesh)
+    device = mesh.devices.flat[0] if is_real else deep_gemm.default_device()
+    num_ranks = place_of(config, mesh, axis).num_ranks
+    for_products = grouped.layer_layout(
+        config, device, num_ranks, implementation, adds_biases=adds_biases
+    )
+    return for_products or runnable_layout(config, layout, device)
