@@ -1,6 +1,7 @@
 """Layers to time, by name."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from jax_megamoe.config import Activation, MoEConfig
 from jax_megamoe.formats import RECIPES
@@ -43,7 +44,7 @@ class Model:
         )
 
     @property
-    def sizes(self) -> dict[str, int]:
+    def sizes(self) -> dict[str, Any]:
         """Its sizes by their names in `MoEConfig`."""
         names = ("num_experts", "top_k", "hidden_size", "intermediate_size")
         return {name: getattr(self, name) for name in names}
