@@ -29,7 +29,7 @@ from jax_megamoe.nn.shared_expert import SharedExpert, log_unfused, unfused_reas
 from jax_megamoe.nn.weighed_input import plus_shared, weighed
 from jax_megamoe.op.transforms import Tokens, widened
 from jax_megamoe.routing.replicas import ReplicaMap
-from jax_megamoe.routing.router import Router, Routing
+from jax_megamoe.routing.router import Router
 from jax_megamoe.weights.checkpoint.families import GateUpOrder
 from jax_megamoe.weights.checkpoint.load import Pairs
 
@@ -235,9 +235,9 @@ class MegaMoEBlock(nnx.Module):
         padding_mask: Bool[Array, "*batch"] | None = None,
         eplb: ReplicaMap | None = None,
         return_stats: Literal[True],
-        return_routing: Literal[False] = False,
+        return_routing: bool = False,
         name: str = "mega_moe_block",
-    ) -> tuple[Array, Array]: ...
+    ) -> tuple[Any, ...]: ...
 
     @overload
     def __call__(
@@ -247,23 +247,10 @@ class MegaMoEBlock(nnx.Module):
         token_ids: Int32[Array, "*batch"] | None = None,
         padding_mask: Bool[Array, "*batch"] | None = None,
         eplb: ReplicaMap | None = None,
-        return_stats: Literal[False] = False,
+        return_stats: bool = False,
         return_routing: Literal[True],
         name: str = "mega_moe_block",
-    ) -> tuple[Array, Routing]: ...
-
-    @overload
-    def __call__(
-        self,
-        x: BFloat16[Array, "*batch hidden"],
-        *,
-        token_ids: Int32[Array, "*batch"] | None = None,
-        padding_mask: Bool[Array, "*batch"] | None = None,
-        eplb: ReplicaMap | None = None,
-        return_stats: Literal[True],
-        return_routing: Literal[True],
-        name: str = "mega_moe_block",
-    ) -> tuple[Array, Array, Routing]: ...
+    ) -> tuple[Any, ...]: ...
 
     def __call__(
         self,
@@ -275,7 +262,7 @@ class MegaMoEBlock(nnx.Module):
         return_stats: bool = False,
         return_routing: bool = False,
         name: str = "mega_moe_block",
-    ) -> Array | tuple[Array, Array | Routing] | tuple[Array, Array, Routing]:
+    ) -> Array | tuple[Any, ...]:
         """The block's output for every token.
 
         Args:
@@ -312,7 +299,7 @@ class MegaMoEBlock(nnx.Module):
         inputs, given = weighed(rows, routing) if weighs else (rows, routing)
         y, counts = self.experts.counted(
             Tokens(widened(inputs, self.config), *given, mask),
-            eplb=eplb,
+            eplb,
             shared_experts=None if self.shared_expert is None or weighs else self._shared,
             with_stats=return_stats,
             name=name,

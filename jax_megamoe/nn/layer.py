@@ -23,12 +23,7 @@ from jax_megamoe.routing.replicas import ReplicaMap, check_map, initial_map, pla
 from jax_megamoe.weights.checkpoint.load import Pairs, reload_experts
 from jax_megamoe.weights.drawn import random_experts
 from jax_megamoe.weights.folded_biases import fold_biases, with_free_columns
-from jax_megamoe.weights.params import (
-    ExpertWeights,
-    check_weights,
-    default_layout,
-    layout_of,
-)
+from jax_megamoe.weights.params import ExpertWeights, check_weights, default_layout, layout_of
 from jax_megamoe.weights.relayout import to_layout
 
 
@@ -108,9 +103,8 @@ class MegaMoE(nnx.Module):
         )
         if weights is None:
             if rngs is None:
-                raise ValueError(
-                    "weights: expected an ExpertWeights, or rngs to draw them, got None"
-                )
+                expected = "an ExpertWeights, or rngs to draw them"
+                raise ValueError(_checks.message("weights", expected, None))
             key = rngs.params()
             drawn = INTERLEAVE_8 if layout in GROUPED_LAYOUTS else layout
             weights = random_experts(
@@ -229,36 +223,20 @@ class MegaMoE(nnx.Module):
         Outside `shard_map`, tokens that do not divide by the ranks are padded, and the padding is
         cut off again. An `eplb` that is given is used in place of the layer's.
         """
-        return narrowed(
-            self.counted(
-                Tokens(x, topk_ids, topk_weights, padding_mask),
-                eplb=eplb,
-                shared_experts=shared_experts,
-                with_stats=return_stats,
-                name=name,
-            )
-        )
+        tokens = Tokens(x, topk_ids, topk_weights, padding_mask)
+        options = dict(shared_experts=shared_experts, with_stats=return_stats, name=name)
+        return narrowed(self.counted(tokens, eplb, **options))
 
-    def counted(
-        self,
-        tokens: Tokens,
-        *,
-        eplb: ReplicaMap | None,
-        shared_experts: Callable[[Array], Array] | None,
-        with_stats: bool,
-        name: str,
-    ) -> Result:
-        """The layer's call, as a pair whether or not it counts."""
+    def counted(self, tokens: Tokens, eplb: ReplicaMap | None, **options: Any) -> Result:
+        """The layer's call, as a pair whether or not it counts; options of `op.mega_moe.call`."""
         return call(
             tokens,
             Parameters(self.weights, self.eplb if eplb is None else eplb),
             config=self.config,
             place=self.place(),
-            shared_experts=shared_experts,
             implementation=self.implementation,
-            with_stats=with_stats,
-            name=name,
             pads=True,
+            **options,
         )
 
     def place(self) -> Place:
