@@ -7,7 +7,8 @@
 One kernel at a time, each from nothing: every format, activation and precision of a fused shared
 expert that the source's kernels have. The shape is DeepSeek-V3's over 8 ranks; 1 and 4096 tokens
 give the lowest and the highest tile. ``--model gpt-oss`` takes GPT-OSS-120B and 20B instead, their
-own activation, in the formats that hold their biases.
+own activation, in the formats that hold their biases. ``--source humming`` compiles what
+``implementation="grouped"`` launches: Qwen3-30B on one GPU of each generation.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from jax_megamoe.formats import RECIPES
 from jax_megamoe.plan import plan_mega_moe
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.folding import COLUMNS as COLUMNS_OF_BIAS
+from jax_megamoe.plan.grouped.layer import GroupedLayer, plan_grouped, refusal
 from jax_megamoe.plan.launch import KernelLaunch, parameter_block
 
 NUM_RANKS = 8
@@ -101,6 +103,31 @@ def cases(source: str) -> Iterator[tuple[str, MoEConfig]]:
             yield ", ".join(filter(None, words)), moe
 
 
+GPUS = {80: 108, 89: 128, 90: 132, 100: 148, 120: 188}
+"""Multiprocessors by compute capability: of an A100, RTX 4090, H200, B200 and RTX Pro 6000."""
+
+
+def grouped_launches() -> Iterator[tuple[str, int, KernelLaunch]]:
+    """What the grouped implementation launches in each recipe: case, BLOCK_M and launch."""
+    for (arch, num_sms), recipe in product(GPUS.items(), RECIPES.values()):
+        weights, activations = recipe.weights.name, recipe.activations.name
+        if refusal(weights, activations, arch):
+            continue
+        scaled = {"mxfp4_block": ("tensor", "channel"), "nvfp4": ("tensor",)}
+        for scale, num_tokens in product(scaled.get(recipe.name, ("none",)), TOKENS):
+            layer = GroupedLayer(
+                arch=arch, num_sms=num_sms, num_tokens=num_tokens, weights=weights,
+                activations=activations, second_scales=(scale, scale), num_experts=128,
+                num_logical=128, top_k=8, hidden_size=2048, intermediate_size=768,
+            )  # fmt: skip
+            plan = plan_grouped(layer)
+            case = recipe.name + (", scales of rows" if scale == "channel" else "")
+            for step in plan.steps:
+                if isinstance(step, KernelLaunch):
+                    has_tiles = step.kernel.source == "humming"
+                    yield case, plan.block_m if has_tiles else 0, step
+
+
 COLUMNS = (
     "kernel", "case", "BLOCK_M", "arch", "compiler", "registers", "stack", "spill stores / loads",
     "seconds", "CPU seconds", "cubin bytes", "parameter bytes",
@@ -119,6 +146,12 @@ class Planned:
 def planned(source: str, model: str) -> Iterator[Planned]:
     """Every distinct kernel of the cases, for each architecture."""
     seen: set[object] = set()
+    for case, block_m, launch in grouped_launches() if source == "humming" else ():
+        if launch.kernel not in seen:
+            seen.add(launch.kernel)
+            yield Planned(case, block_m, launch)
+    if source == "humming":
+        return
     for case, moe in (gpt_oss_cases if model == "gpt-oss" else cases)(source):
         for num_tokens, device in product(TOKENS, (SM90, SM100)):
             try:
@@ -218,7 +251,7 @@ def wheels() -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--source", default="sgl", choices=ARCHS)
+    parser.add_argument("--source", default="sgl", choices=(*ARCHS, "humming"))
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/compile_sgl.md"))
     parser.add_argument("--model", default="", choices=("", "gpt-oss"))
     arguments = parser.parse_args()
