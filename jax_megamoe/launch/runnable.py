@@ -107,11 +107,25 @@ def config_that_folds(
     config: MoEConfig, device: jax.Device, num_ranks: int, hidden_size: int
 ) -> MoEConfig:
     """The config, filled up further where a fused kernel of the device runs it so with folded
-    biases, see `folding.folded_sizes`."""
+    biases, see `folding.folded_sizes`. One line in the log says by how much."""
     spec = spec_of(device, config.reserved_sms)
     if isinstance(spec, Refusal):
         return config
-    return folding.folded_sizes(config, spec, num_ranks, hidden_size) or config
+    wide = folding.folded_sizes(config, spec, num_ranks, hidden_size)
+    if wide is None:
+        return config
+    _log_wider(hidden_size, wide.hidden_size)
+    return wide
+
+
+@lru_cache
+def _log_wider(stored: int, filled: int) -> None:
+    """Says once what folded biases cost."""
+    _log.info(
+        "hidden size %d is filled up to %d (%.1f %% more weights): the last columns hold the "
+        "experts' biases; jax_megamoe.folding_cost has bytes and operations",
+        *(stored, filled, 100 * (filled / stored - 1)),
+    )
 
 
 @lru_cache

@@ -71,6 +71,16 @@ def test_published_models_on_blackwell(name: str, arch: int, on_device: Any) -> 
         assert mega.kernel.arch in ("sm_100f", "sm_103a")
 
 
+def test_what_folding_fills_up_is_said(on_device: Any, caplog: pytest.LogCaptureFixture) -> None:
+    on_device(DeviceSpec(100, 148))
+    runnable._log_wider.cache_clear()
+    config = HF_CONFIGS["openai/gpt-oss-20b"] | {"hidden_size": 2048}
+    with caplog.at_level("INFO", logger="jax_megamoe"):
+        block = mm.MegaMoEBlock.from_config(config, max_num_tokens=512)
+    assert block.config.hidden_size == 2304
+    assert "hidden size 2048 is filled up to 2304 (12.5 % more weights)" in caplog.text
+
+
 def test_other_devices_keep_the_biases(on_device: Any) -> None:
     config = HF_CONFIGS["openai/gpt-oss-20b"]
     for prepare in (lambda: None, lambda: on_device(H200)):
