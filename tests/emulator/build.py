@@ -49,6 +49,7 @@ def library_path() -> Path:
     if named := os.environ.get("EMULATOR_LIBRARY"):
         return Path(named)
     texts = [*sources(), *sorted(INTERPRETER.glob("*.h")), INTERPRETER / "opcodes.def"]
+    texts += [ROOT / "tests" / "ffi" / "driver_contexts.h", ROOT / "ffi" / "cuda_driver.h"]
     compiler = find_compiler()
     content = b"".join(path.read_bytes() for path in texts)
     key = hashlib.sha256(content + repr((compiler, FLAGS)).encode()).hexdigest()[:16]

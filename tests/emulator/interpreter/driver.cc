@@ -16,6 +16,7 @@
 #include "ffi/cuda_driver.h"
 #include "machine.h"
 #include "tensor_map.h"
+#include "tests/ffi/driver_contexts.h"
 
 using namespace jax_megamoe;
 using emulator::Format;
@@ -23,11 +24,10 @@ using emulator::Machine;
 
 namespace {
 
-constexpr int kNumDevices = 72;
 constexpr size_t kMaxRanks = 72, kSymBufferBytes = 592;
 constexpr int kDefaultSharedBytes = 48 << 10, kMaxSharedBytes = 227 << 10;
 constexpr auto kPatience = std::chrono::seconds(300);  // for the launches of other ranks
-constexpr CUresult kLaunchFailed = 719, kInvalidImage = 200, kInvalidContext = 201;
+constexpr CUresult kLaunchFailed = 719, kInvalidImage = 200;
 
 struct DriverKernel {
   int index;  // in the machine
@@ -74,7 +74,6 @@ State& TheState() {
   static auto* state = new State;
   return *state;
 }
-thread_local std::vector<CUcontext> contexts;
 
 CUresult Refuse(const std::string& why, CUresult result = kCudaErrorInvalidValue) {
   TheState().error = why;
@@ -145,8 +144,6 @@ void emulator_driver_kernel(const char* name, int index, const uint64_t* offsets
   TheState().kernels.emplace(name, std::move(kernel));
 }
 
-CUresult cuInit(unsigned) { return kCudaSuccess; }
-
 CUresult cuGetErrorName(CUresult error, const char** name) {
   thread_local std::string text;
   text = "EMULATOR_ERROR_" + std::to_string(error);
@@ -156,28 +153,6 @@ CUresult cuGetErrorName(CUresult error, const char** name) {
 
 CUresult cuGetErrorString(CUresult, const char** text) {
   *text = TheState().error.c_str();
-  return kCudaSuccess;
-}
-
-CUresult cuDeviceGet(CUdevice* device, int ordinal) {
-  *device = ordinal;
-  return ordinal >= 0 && ordinal < kNumDevices ? kCudaSuccess : kCudaErrorInvalidValue;
-}
-
-CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
-  *context = reinterpret_cast<CUcontext>(intptr_t{device} + 1);
-  return kCudaSuccess;
-}
-
-CUresult cuCtxPushCurrent_v2(CUcontext context) {
-  contexts.push_back(context);
-  return kCudaSuccess;
-}
-
-CUresult cuCtxPopCurrent_v2(CUcontext* context) {
-  if (contexts.empty()) return kInvalidContext;
-  *context = contexts.back();
-  contexts.pop_back();
   return kCudaSuccess;
 }
 
@@ -210,7 +185,7 @@ CUresult cuKernelGetParamInfo(CUkernel kernel, size_t index, size_t* offset, siz
 
 CUresult cuKernelGetFunction(CUfunction* function, CUkernel kernel) {
   std::lock_guard lock(TheState().mutex);
-  if (contexts.empty()) return kInvalidContext;
+  if (stand_in::contexts.empty()) return stand_in::kInvalidContext;
   auto made = std::make_unique<Function>(Function{reinterpret_cast<DriverKernel*>(kernel)});
   *function = reinterpret_cast<CUfunction>(made.get());
   TheState().functions.push_back(std::move(made));

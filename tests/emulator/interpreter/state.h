@@ -40,6 +40,13 @@ struct CopyGroups {
     if (!open) open = std::make_shared<CopyGroup>();
     return *open;
   }
+  // The open group, with one more copy to wait for.
+  std::shared_ptr<CopyGroup> Join() {
+    CopyGroup& group = Open();
+    ++group.unread;
+    ++group.unwritten;
+    return open;
+  }
 };
 
 struct Warp {

@@ -65,6 +65,9 @@ inline void ForEachLane(LaneMask lanes, F&& f) {
 // which case those here wait (outcome kMoved); else `step.lanes` are all of them.
 bool Converge(Step& step, LaneMask members);
 
+// Fails for data that another CTA's mbarrier is to count (instructions/async_copy.cc).
+void CheckOneCta(const Step& step, const AsyncWork& work);
+
 // By class, in instructions/.
 Outcome ExecuteMovement(Step& step);
 Outcome ExecuteInteger(Step& step);

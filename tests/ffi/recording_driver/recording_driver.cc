@@ -13,14 +13,12 @@
 #include <vector>
 
 #include "ffi/cuda_driver.h"
+#include "tests/ffi/driver_contexts.h"
 
 using namespace jax_megamoe;
 
 namespace {
 
-constexpr int kNumDevices = 72;
-constexpr CUresult kInvalidDevice = 101;
-constexpr CUresult kInvalidContext = 201;
 constexpr char kMapMark[8] = "mapped";
 
 struct Kernel {
@@ -50,13 +48,6 @@ std::string held_kernel;
 int num_held = 0;
 std::condition_variable held_changed;
 std::string log_text;
-thread_local std::vector<CUcontext> contexts;
-
-// Contexts are device ordinals, off by one so that none is null.
-CUcontext ContextOf(int device) { return reinterpret_cast<CUcontext>(intptr_t{device} + 1); }
-int CurrentDevice() {
-  return contexts.empty() ? -1 : static_cast<int>(reinterpret_cast<intptr_t>(contexts.back())) - 1;
-}
 
 // Builds one JSON object.
 class Entry {
@@ -94,7 +85,7 @@ std::string Hex(const void* data, size_t size) {
 
 // Records a call; returns the failure that a test asked for, or success.
 CUresult Record(const char* function, Entry& entry) {
-  entry.Text("call", function).Raw("device", std::to_string(CurrentDevice()));
+  entry.Text("call", function).Raw("device", std::to_string(stand_in::CurrentDevice()));
   log_entries.push_back(entry.Json());
   const auto found = failures.find(function);
   return found == failures.end() ? kCudaSuccess : found->second;
@@ -113,8 +104,6 @@ std::string Parameter(const void* data, size_t size) {
 
 extern "C" {
 
-CUresult cuInit(unsigned) { return kCudaSuccess; }
-
 CUresult cuGetErrorName(CUresult error, const char** name) {
   thread_local std::string text;
   text = "RECORDED_ERROR_" + std::to_string(error);
@@ -124,28 +113,6 @@ CUresult cuGetErrorName(CUresult error, const char** name) {
 
 CUresult cuGetErrorString(CUresult, const char** text) {
   *text = "from the recording driver";
-  return kCudaSuccess;
-}
-
-CUresult cuDeviceGet(CUdevice* device, int ordinal) {
-  *device = ordinal;
-  return ordinal >= 0 && ordinal < kNumDevices ? kCudaSuccess : kInvalidDevice;
-}
-
-CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
-  *context = ContextOf(device);
-  return kCudaSuccess;
-}
-
-CUresult cuCtxPushCurrent_v2(CUcontext context) {
-  contexts.push_back(context);
-  return kCudaSuccess;
-}
-
-CUresult cuCtxPopCurrent_v2(CUcontext* context) {
-  if (contexts.empty()) return kInvalidContext;
-  *context = contexts.back();
-  contexts.pop_back();
   return kCudaSuccess;
 }
 
@@ -190,9 +157,9 @@ CUresult cuKernelGetParamInfo(CUkernel kernel, size_t index, size_t* offset, siz
 
 CUresult cuKernelGetFunction(CUfunction* function, CUkernel kernel) {
   std::lock_guard lock(mutex);
-  if (contexts.empty()) return kInvalidContext;
-  functions.push_back(
-      std::make_unique<Function>(Function{reinterpret_cast<Kernel*>(kernel), CurrentDevice()}));
+  if (stand_in::contexts.empty()) return stand_in::kInvalidContext;
+  functions.push_back(std::make_unique<Function>(
+      Function{reinterpret_cast<Kernel*>(kernel), stand_in::CurrentDevice()}));
   *function = reinterpret_cast<CUfunction>(functions.back().get());
   return Record("cuKernelGetFunction",
                 Entry{}.Text("kernel", reinterpret_cast<Kernel*>(kernel)->name));
@@ -257,7 +224,7 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, voi
                           void**) {
   std::unique_lock lock(mutex);
   const auto* launched = reinterpret_cast<Function*>(function);
-  if (CurrentDevice() != launched->device) return kInvalidContext;
+  if (stand_in::CurrentDevice() != launched->device) return stand_in::kInvalidContext;
   if (launched->kernel->name == held_kernel) {
     ++num_held;
     held_changed.notify_all();

@@ -19,10 +19,7 @@ void Copy(Step& s) {
     work.size = size;
     work.source_size = std::min(static_cast<uint32_t>(sizes[l]), size);
     if (work.shared % size || work.global % size) Fail("cp.async: misaligned by %u bytes", size);
-    CopyGroup& group = s.warp.copies[l].Open();
-    ++group.unread;
-    ++group.unwritten;
-    work.group = s.warp.copies[l].open;
+    work.group = s.warp.copies[l].Join();
     s.machine.Issue(std::move(work));
   });
 }
@@ -83,15 +80,19 @@ void Store(Step& s) {
     work.type = s.inst.type;
     if (s.inst.op == Op::kReduceAsync) work.reduction = s.inst.mode2;
     if (work.shared % work.size) Fail("%s: misaligned", Name(s.inst.op));
-    if (work.shared >> 24 != work.barrier >> 24) {
-      Fail("%s: data and mbarrier in different CTAs", Name(s.inst.op));
-    }
+    CheckOneCta(s, work);
     for (int i = 0; i < count; ++i) std::memcpy(work.data + i * size, &s.Src(2 + i)[l], size);
     s.machine.Issue(std::move(work));
   });
 }
 
 }  // namespace
+
+void CheckOneCta(const Step& step, const AsyncWork& work) {
+  if (work.shared >> 24 != work.barrier >> 24) {
+    Fail("%s: data and mbarrier in different CTAs", Name(step.inst.op));
+  }
+}
 
 Outcome ExecuteAsyncCopy(Step& s) {
   switch (s.inst.op) {

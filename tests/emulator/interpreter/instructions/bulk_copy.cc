@@ -51,10 +51,7 @@ void Store(Step& s) {
     work.shared = static_cast<uint32_t>(s.Src(1)[l]);
     work.size = static_cast<uint32_t>(s.Src(2)[l]);
     CheckAlignment(work, work.global);
-    CopyGroup& group = s.warp.bulk[l].Open();
-    ++group.unread;
-    ++group.unwritten;
-    work.group = s.warp.bulk[l].open;
+    work.group = s.warp.bulk[l].Join();
     s.machine.Issue(std::move(work));
   });
 }
@@ -67,9 +64,7 @@ void Shared(Step& s) {
     work.size = static_cast<uint32_t>(s.Src(2)[l]);
     work.barrier = static_cast<uint32_t>(s.Src(3)[l]);
     CheckAlignment(work, work.shared_source);
-    if (work.shared >> 24 != work.barrier >> 24) {
-      Fail("bulk copy: data and mbarrier in different CTAs");
-    }
+    CheckOneCta(s, work);
     s.machine.Issue(std::move(work));
   });
 }

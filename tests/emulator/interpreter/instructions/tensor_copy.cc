@@ -77,10 +77,7 @@ void Store(Step& s, int lane) {
   work.reduction = s.inst.mode2 - 1;
   ReadMap(s, lane, 1, work);
   CheckStoreCoordinates(work);
-  CopyGroup& group = s.warp.bulk[lane].Open();
-  ++group.unread;
-  ++group.unwritten;
-  work.group = s.warp.bulk[lane].open;
+  work.group = s.warp.bulk[lane].Join();
   s.machine.Issue(std::move(work));
 }
 
