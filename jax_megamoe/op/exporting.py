@@ -1,7 +1,10 @@
 """Lets `jax.export` write down functions that take or return this package's pytrees.
 
 A process that reads one imports jax_megamoe first. `xla` and `reference` run wherever JAX does, on
-as many devices as the exported mesh had. `deep_gemm`'s launch is bound to symmetric buffers and
+as many devices as the exported mesh had; on one, of a symbolic number of tokens too, if its
+constraints keep it within max_num_tokens.
+
+`deep_gemm`'s launch is bound to symmetric buffers and
 machine code, so JAX refuses to export it, naming the target ``jax_megamoe_launch_graph``; where
 ``jax.export.DisabledSafetyCheck.custom_call`` lets it through, the process that calls it must have
 called `allocate_buffers` for the same config and mesh, and have the kernel source: it says so if

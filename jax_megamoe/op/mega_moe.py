@@ -18,7 +18,7 @@ from jax_megamoe.config import MoEConfig
 from jax_megamoe.formats import GROUPED_LAYOUTS
 from jax_megamoe.launch import deep_gemm, grouped, measured
 from jax_megamoe.mesh import explicit_mesh, gathered
-from jax_megamoe.op.shardings import check_shardings, say_what_is_unseen
+from jax_megamoe.op.shardings import check_num_tokens, check_shardings, say_what_is_unseen
 from jax_megamoe.op.transforms import (
     Axis,
     Call,
@@ -205,7 +205,7 @@ def call(
     _check_arrays(*tokens, eplb, config)
     x, padding_mask = tokens.x, tokens.padding_mask
     num_tokens = x.shape[0]
-    _check_num_tokens(num_tokens, config, place, pads)
+    check_num_tokens(num_tokens, config, place, pads)
     local_experts = config.num_experts
     if place.inside:
         local_experts = config.experts_per_rank(place.num_ranks)
@@ -278,14 +278,6 @@ def _check_ids(topk_ids: Any, config: MoEConfig) -> None:
             raise ValueError(_checks.message("topk_ids", expected, f"ids from {low} to {high}"))
 
 
-def _check_num_tokens(num_tokens: int, config: MoEConfig, place: Place, pads: bool) -> None:
-    if not place.inside:
-        if not pads:
-            _checks.multiple("x rows", num_tokens, place.num_parts, "pad x and mask the padding")
-        num_tokens = -(-num_tokens // place.num_parts)
-    _checks.at_most("num_tokens", num_tokens, config.max_num_tokens, "max_num_tokens")
-
-
 def _check_shared(
     config: MoEConfig, weights: ExpertWeights, shared_experts: Callable[[Array], Array] | None
 ) -> None:
@@ -309,11 +301,15 @@ def _choose(
 ) -> Call:
     """The implementation, and a kernel's route."""
     call = Call(config, place, "xla")
-    if implementation in PORTABLE:
-        return call._replace(implementation=implementation)
+    is_symbolic = not isinstance(x.shape[0], int)
+    if implementation in PORTABLE or (implementation is None and is_symbolic):
+        return call._replace(implementation=implementation or "xla")
     if implementation is not None:
         known = (*families.implementations(), GROUPED, *PORTABLE)
         _checks.one_of("implementation", implementation, known)
+    if is_symbolic:
+        expected = "xla or reference for a symbolic number of tokens: launches are planned by it"
+        raise NotImplementedError(_checks.message("implementation", expected, implementation))
     by_layout = implementation is None and weights.layout in GROUPED_LAYOUTS
     if implementation is None:
         kernel = GROUPED if by_layout else "deep_gemm"

@@ -1,4 +1,4 @@
-"""How the arrays of a call are split, as far as JAX says so."""
+"""How many rows a call has, and how its arrays are split, as far as JAX says so."""
 
 import logging
 from functools import lru_cache
@@ -6,15 +6,39 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
+from jax.errors import InconclusiveDimensionOperation
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_megamoe import _checks
+from jax_megamoe.config import MoEConfig
 from jax_megamoe.mesh import Axis, axis_names
 from jax_megamoe.op.transforms import Place
 from jax_megamoe.weights.params import ExpertWeights
 
 _log = logging.getLogger("jax_megamoe")
+
+
+def check_num_tokens(num_tokens: int, config: MoEConfig, place: Place, pads: bool) -> None:
+    """Checks the number of rows; a symbolic one, in jax.export, by its constraints."""
+    if not isinstance(num_tokens, int) and place.num_ranks > 1:
+        hint = "export a program for each number that is needed, or pad x to one"
+        expected = "a number where experts are on several ranks"
+        raise NotImplementedError(_checks.message("x rows", expected, num_tokens, hint))
+    try:
+        _check_rows(num_tokens, config, place, pads)
+    except InconclusiveDimensionOperation as error:
+        expected = f"a size with the constraint {num_tokens} <= {config.max_num_tokens}"
+        hint = "pass it to jax.export.symbolic_shape(..., constraints=)"
+        raise ValueError(_checks.message("x rows", expected, num_tokens, hint)) from error
+
+
+def _check_rows(num_tokens: int, config: MoEConfig, place: Place, pads: bool) -> None:
+    if not place.inside:
+        if not pads:
+            _checks.multiple("x rows", num_tokens, place.num_parts, "pad x and mask the padding")
+        num_tokens = -(-num_tokens // place.num_parts)
+    _checks.at_most("num_tokens", num_tokens, config.max_num_tokens, "max_num_tokens")
 
 
 def check_shardings(place: Place, tokens: dict[str, Any], weights: ExpertWeights) -> None:

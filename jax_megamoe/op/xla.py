@@ -292,6 +292,8 @@ def _block_gradients(
 
 def _block_rows(num_rows: int, num_experts: int) -> int:
     """Rows of one matmul: about an expert's even share, a power of two from 8 to 128."""
+    if not isinstance(num_rows, int):
+        return _MAX_BLOCK  # a symbolic number, in jax.export
     share = max(1, num_rows // num_experts)
     return min(_MAX_BLOCK, max(_MIN_ROWS, 1 << (share - 1).bit_length()))
 

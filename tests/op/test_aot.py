@@ -141,6 +141,45 @@ def test_xla_is_exported_for_other_platforms() -> None:
     assert exported(call, *inputs, platforms=("cuda", "tpu")).platforms == ("cuda", "tpu")
 
 
+def symbolic(cfg: mm.MoEConfig, *constraints: str) -> list[jax.ShapeDtypeStruct]:
+    """The arguments of a call with a symbolic number of tokens."""
+    (rows,) = export.symbolic_shape("T", constraints=constraints)
+    tokens = cases.tokens(cfg, 1)
+    return [jax.ShapeDtypeStruct((rows, *each.shape[1:]), each.dtype) for each in tokens]
+
+
+def test_one_program_for_any_number_of_tokens() -> None:
+    cfg = cases.config("mxfp8")
+    weights = cases.weights(cfg)
+    call = jax.jit(lambda *tokens: mm.mega_moe(*tokens, weights, config=cfg, implementation="xla"))
+    back = export.export(call)(*symbolic(cfg, f"T <= {cfg.max_num_tokens}"))
+    for num_tokens in (1, 27):
+        tokens = cases.tokens(cfg, num_tokens)
+        assert_equal(back.call(*tokens), call(*tokens))
+
+
+def test_symbolic_numbers_of_tokens_that_are_refused() -> None:
+    cfg = cases.config("mxfp8")
+    weights, bound = cases.weights(cfg), f"T <= {cfg.max_num_tokens}"
+
+    def lower(*constraints: str, **options: Any) -> None:
+        call = partial(mm.mega_moe, config=cfg, **options)
+        export.export(jax.jit(call))(*symbolic(cfg, *constraints), weights)
+
+    message = (
+        r"^x rows: expected a size with the constraint T <= 64, got T; pass it to "
+        r"jax.export.symbolic_shape\(..., constraints=\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        lower()
+    message = r"^implementation: expected xla or reference for a symbolic number of tokens: "
+    with pytest.raises(NotImplementedError, match=message):
+        lower(bound, implementation="deep_gemm")
+    message = r"^x rows: expected a number where experts are on several ranks, got T; export a "
+    with pytest.raises(NotImplementedError, match=message):
+        lower(bound, mesh=cases.ep_mesh(8), axis="ep")
+
+
 def test_maps_and_stats_are_exported() -> None:
     cfg = cases.config("bf16", num_logical_experts=12)
     eplb = mm.replica_map(np.asarray([*range(12), 3, 3, 7, 0]), 12)
