@@ -17,6 +17,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_megamoe as mm
 
@@ -33,8 +35,12 @@ def layer(order: str, seed: int = 0, **options: Any) -> mm.MegaMoE:
     return mm.MegaMoE(CONFIG, mm.to_layout(weights, order), implementation="xla", **options)
 
 
+def host(array: Any) -> np.ndarray:
+    return np.asarray(array, np.float32)
+
+
 def output(moe: mm.MegaMoE) -> np.ndarray:
-    return np.asarray(moe(*cases.tokens(CONFIG, TOKENS)), np.float32)
+    return host(moe(*cases.tokens(CONFIG, TOKENS)))
 
 
 def by_update(source: mm.MegaMoE, target: mm.MegaMoE) -> mm.MegaMoE:
@@ -147,3 +153,62 @@ def test_a_stack_of_layers_with_their_own_input_scales_is_compiled_once() -> Non
     got = np.asarray(model(inputs[0], stacked), np.float32)
     np.testing.assert_array_equal(got, np.asarray(want, np.float32))
     assert len(traces) == 1
+
+
+@pytest.mark.parametrize(
+    ("form", "source"),
+    [
+        *((form, None) for form in cases.FORMATS if form != "nvfp4"),
+        ("nvfp4", "sgl"),
+        ("nvfp4", "vllm"),
+    ],
+)
+def test_a_stack_is_restored_onto_a_mesh_and_scanned(
+    form: str, source: str | None, tmp_path: Path
+) -> None:
+    """Shapes, a checkpoint of layers on one device, a mesh of eight: the same numbers."""
+    cfg, mesh = cases.config(form, kernel_source=source), cases.ep_mesh(8)
+    inputs, traces = cases.tokens(cfg, TOKENS), []
+
+    def made(**options: Any) -> mm.MegaMoE:
+        return mm.MegaMoE(cfg, implementation="xla", **options)
+
+    def weights(seed: int) -> mm.ExpertWeights:
+        scales = None
+        if form == "nvfp4":
+            drawn = np.random.default_rng(seed).uniform(0.02, 0.5, 16)
+            scales = jnp.asarray(drawn, jnp.float32)
+        parts = cases.float_matrices(cfg, seed, gain=4.0)["routed"]
+        return mm.quantize_experts(cfg, *parts, w2_input_scale=scales)
+
+    layers = [made(weights=weights(seed)) for seed in range(2)]
+    states = [nnx.to_pure_dict(nnx.state(moe)) for moe in layers]
+    with ocp.StandardCheckpointer() as checkpointer:
+        stack = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+        checkpointer.save(tmp_path / "stack", stack)
+    abstract = nnx.eval_shape(lambda: made(mesh=mesh, axis="ep", rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(abstract)
+    rows = NamedSharding(mesh, P(None, "ep"))
+    wanted = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((2, *leaf.shape), leaf.dtype, sharding=rows),
+        nnx.to_pure_dict(state),
+    )
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(tmp_path / "stack", wanted)
+    nnx.replace_by_pure_dict(state, restored)
+
+    @jax.jit
+    def model(x: jax.Array, state: nnx.State) -> jax.Array:
+        def step(x: jax.Array, one: nnx.State) -> tuple[jax.Array, None]:
+            traces.append(1)
+            return nnx.merge(graph, one)(x, *inputs[1:]), None
+
+        return jax.lax.scan(step, x, state)[0]
+
+    want = inputs[0]
+    for moe in layers:
+        want = moe(want, *inputs[1:])
+    np.testing.assert_array_equal(host(model(inputs[0], state)), host(want))
+    assert len(traces) == 1
+    for leaf in jax.tree.leaves(state):
+        assert leaf.sharding.is_equivalent_to(rows, leaf.ndim)
