@@ -55,6 +55,7 @@ SCALED = {
     "float32": ", float32 per 128 x 128",
 }
 
+EXECUTED = "executed by the emulator"
 EMULATED = ROOT / "benchmarks" / "results" / "emulated.json"
 
 SIZES = dict(
@@ -116,21 +117,25 @@ def hopper_source(recipe: mm.Recipe) -> str | None:
 
 
 @functools.cache
-def emulated() -> dict[tuple[Cell, str], str]:
-    """What the emulator showed, by cell and source."""
+def emulated() -> dict[tuple[Cell, str], list[dict[str, Any]]]:
+    """What the emulator executed, by cell and source."""
     calls: dict[tuple[Cell, str], list[dict[str, Any]]] = {}
     for record in json.loads(EMULATED.read_text()) if EMULATED.exists() else []:
         cell = Cell(record["form"], record["activation"], record["shared"])
         calls.setdefault((cell, record["source"]), []).append(record)
-    said = {}
-    for key, records in calls.items():
-        if any("wrong" in record for record in records):
-            said[key] = "wrong in the emulator"
-        else:
-            number, largest = len(records), max(record["error"] for record in records)
-            plural = "call" if number == 1 else "calls"
-            said[key] = f"executed by the emulator ({number} {plural}, error {largest:.0e})"
-    return said
+    return calls
+
+
+def _executed(records: list[dict[str, Any]]) -> str:
+    """What the emulator showed of a cell."""
+    if any("wrong" in record for record in records):
+        return "wrong in the emulator"
+    plural = "call" if len(records) == 1 else "calls"
+    return f"{EXECUTED} ({len(records)} {plural}, error {_largest_error(records):.0e})"
+
+
+def _largest_error(records: list[dict[str, Any]]) -> float:
+    return max(record["error"] for record in records)
 
 
 def status(cell: Cell, source: str, records: Counter[tuple[Cell, str]]) -> str:
@@ -148,11 +153,12 @@ def status(cell: Cell, source: str, records: Counter[tuple[Cell, str]]) -> str:
     except (NotImplementedError, ValueError) as error:
         return f"refused: {error}"
     number = records[cell, source]
-    checked = f"launch checked ({number} records)" if number else "not run, no record"
-    shown = [emulated()[cell, source]] if (cell, source) in emulated() else []
+    shown = [_executed(emulated()[cell, source])] if (cell, source) in emulated() else []
     if (cell.form, cell.activation) in RUN_ON_H200:
         shown.insert(0, "run on H200")
-    return "; ".join([*shown, checked])
+    if number:
+        shown.append(f"launch checked ({number} records)")
+    return "; ".join(shown or ["not run, no record"])
 
 
 def table() -> dict[Cell, dict[str, str]]:
@@ -217,15 +223,23 @@ def summary(statuses: dict[Cell, dict[str, str]]) -> str:
 def _summary(statuses: dict[Cell, dict[str, str]], source: str) -> str:
     """What a source's kernels run of one format: activations, then shared experts, by status."""
     said = []
-    for word in ("run on H200", "executed by the emulator", "launch checked", "not run"):
-        names, shared = [], set()
+    for word in ("run on H200", EXECUTED, "launch checked", "not run"):
+        own = []
         for cell, by_source in statuses.items():
-            if by_source[source].startswith(word):
-                names += [] if cell.activation in names else [cell.activation]
-                shared |= {cell.shared} - {""}
-        if names:
-            with_shared = f"; shared expert in {' or '.join(sorted(shared))}" if shared else ""
-            said.append(f"{word}: {', '.join(names)}{with_shared}")
+            first, *others = by_source[source].split("; ")
+            # A GPU and the emulator may both have run a cell; else the strongest word is enough.
+            if first.startswith(word) or (word == EXECUTED and others and word in others[0]):
+                own.append(cell)
+        if not own:
+            continue
+        names = ", ".join(dict.fromkeys(cell.activation for cell in own))
+        shared = " or ".join(sorted({cell.shared for cell in own} - {""}))
+        error = ""
+        if word == EXECUTED:
+            records = [record for cell in own for record in emulated()[cell, source]]
+            error = f" (error up to {_largest_error(records):.0e})"
+        with_shared = f"; shared expert in {shared}" if shared else ""
+        said.append(f"{word}{error}: {names}{with_shared}")
     return "<br>".join(said) or "refused"
 
 

@@ -74,9 +74,11 @@ EMULATED = {
     "mxfp8": Agreement(norm=1e-3, token=6e-3),
     "mxfp4": Agreement(norm=1e-3, token=6e-3),
     "nvfp4": Agreement(norm=2e-3, token=2.5e-2),
-    "fp8_block": Agreement(norm=1e-3, token=6e-3),
-    "mxfp4_block": Agreement(norm=1e-3, token=6e-3),
-    "nvfp4_block": Agreement(norm=1e-3, token=6e-3),
+    # With exact sums, or mma.sync's. The unit of a token's codes is its own largest value, so one
+    # flipped code of step 2^-3 may be a tenth of a small token: 0.011 in one of 64, equal else.
+    "fp8_block": Agreement(norm=3e-3, token=2.5e-2),
+    "mxfp4_block": Agreement(norm=3e-3, token=2.5e-2),
+    "nvfp4_block": Agreement(norm=3e-3, token=2.5e-2),
 }
 """A kernel executed by the emulator (tests/emulator) against `reference`."""
 

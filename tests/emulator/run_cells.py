@@ -97,43 +97,74 @@ def driven(names: list[str]) -> Iterator[Record]:
             yield fields | {"seconds": 0.0}
 
 
-def page(records: list[Record]) -> str:
-    """emulated.md."""
+HEAD = """# Kernels executed by the emulator
+
+`PYTHONPATH=.:tests:tests/plan python tests/emulator/run_cells.py` wrote this. \
+[docs/emulator.md](../../docs/emulator.md) says what it means.
+
+A cell is a call of `mega_moe` whose kernels were executed; its error is that of all rows against \
+`reference`, the worst row's beside it. Sums of FP8 products on SM90 are cut to 14 bits as on an \
+H200: *exact* is the error of the same call with exact sums. Source `humming` is implementation \
+`grouped`; *to the driver* are calls through the compiled module, whose tile and instructions are \
+not kept.
+
+README's cells are called once each, then drawn calls of every family in turn \
+([how](../../tests/emulator/grid.py)): {done} of the {planned} calls that there are to make were \
+executed, {wrong} wrong. Records stay when the emulator changes: {older} are of an earlier version \
+of it.
+
+"""
+
+
+def page(records: list[Record], planned: list[str], version: str) -> str:
+    """emulated.md.
+
+    Args:
+        records: what was executed.
+        planned: names of all cells.
+        version: of the emulator.
+    """
+    wrong = sum("wrong" in r for r in records)
+    older = sum(r["emulator"] != version for r in records)
+    numbers = dict(done=len(records), planned=len(planned), wrong=wrong, older=older)
     lines = [
-        "# Kernels executed by the emulator",
-        "",
-        "`PYTHONPATH=.:tests:tests/plan python tests/emulator/run_cells.py` wrote this. "
-        "[docs/emulator.md](../../docs/emulator.md) says what it means.",
-        "",
-        "A cell is a call of `mega_moe` whose kernels were executed; its error is that of all rows "
-        "against `reference`, the worst row's beside it.",
-        "",
-        "| source | format | cells | wrong | largest error | worst row | tile heights | ranks |",
-        "|---|---|---|---|---|---|---|---|",
+        HEAD.format(**numbers)
+        + "| source | format | cells | of | wrong | largest error | worst row | exact "
+        "| tile heights | ranks | tokens |",
+        "|---" * 11 + "|",
     ]
     for form, source in dict.fromkeys((r["form"], r["source"]) for r in records):
         own = [r for r in records if (r["form"], r["source"]) == (form, source)]
         right = [r for r in own if "wrong" not in r]
-        tiles = sorted({r["block_m"] for r in right} - {0})
-        ranks = sorted({r["ranks"] for r in right})
-        error, worst = (max((r[k] for r in right), default=0.0) for k in ("error", "worst"))
+
+        def values(name: str, right: list[Record] = right) -> str:
+            return ", ".join(map(str, sorted({r[name] for r in right if r.get(name)})))
+
+        def largest(name: str, right: list[Record] = right) -> str:
+            found = [r[name] for r in right if r.get(name) is not None]
+            return f"{max(found):.1e}" if found else ""
+
+        number = sum(name.startswith(f"{source} {form} ") for name in [f"{n} " for n in planned])
         lines.append(
-            f"| {source} | {form} | {len(own)} | {len(own) - len(right)} | {error:.1e} | "
-            f"{worst:.1e} | {', '.join(map(str, tiles))} | {', '.join(map(str, ranks))} |"
+            f"| {source} | {form} | {len(own)} | {number} | {len(own) - len(right)} | "
+            f"{largest('error')} | {largest('worst')} | {largest('exact')} | {values('block_m')} | "
+            f"{values('ranks')} | {values('tokens')} |"
         )
     lines += [
         "",
-        "| cell | error | worst row | equal | tile | instructions |",
-        "|---|" + "---|" * 5,
+        "| cell | error | worst row | equal | exact | tile | instructions |",
+        "|---" * 7 + "|",
     ]
     for r in records:
         if "wrong" in r:
-            lines.append(f"| {r['cell']} | wrong: {r['wrong']} | | | | |")
-        else:
-            lines.append(
-                f"| {r['cell']} | {r['error']:.1e} | {r['worst']:.1e} | {r['equal']:.4f} | "
-                f"{r['block_m']} | {r['executed']} |"
-            )
+            lines.append(f"| {r['cell']} | wrong: {r['wrong']} | | | | | |")
+            continue
+        worst, exact = (f"{r[k]:.1e}" if r.get(k) is not None else "" for k in ("worst", "exact"))
+        equal = f"{r['equal']:.4f}" if "equal" in r else ""
+        lines.append(
+            f"| {r['cell']} | {r['error']:.1e} | {worst} | {equal} | {exact} | "
+            f"{r.get('block_m', '')} | {r.get('executed', '')} |"
+        )
     return "\n".join([*lines, ""])
 
 
@@ -167,7 +198,9 @@ def main(names: list[str], minutes: float, results: Path) -> None:
         path.write_text(json.dumps(list(done.values()), indent=0) + "\n")
 
     with cells.standing_in(Cell("mxfp8", "sgl").device) as stand_in:
-        left = [each for each in records(wanted, groups, stand_in) if each[0] not in current]
+        every = list(records(cells.families(), True, stand_in))
+        asked = {name for name, _ in records(wanted, groups, stand_in)} - current
+        left = [each for each in every if each[0] in asked]
         left.sort(key=lambda each: each[0] in done and "wrong" not in done[each[0]])
         for number, (_, one) in enumerate(left):
             if time.monotonic() > end:
@@ -185,9 +218,9 @@ def main(names: list[str], minutes: float, results: Path) -> None:
     if driven_names and time.monotonic() < end:
         for fields in driven(driven_names):
             keep(fields)
-    (results / "emulated.md").write_text(
-        page(sorted(done.values(), key=lambda r: (r["source"], r["form"])))
-    )
+    planned = [name for name, _ in every] + list(end_to_end.of_families())
+    ordered = sorted(done.values(), key=lambda r: (r["source"], r["form"]))
+    (results / "emulated.md").write_text(page(ordered, planned, version))
 
 
 if __name__ == "__main__":
