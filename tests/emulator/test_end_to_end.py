@@ -21,8 +21,8 @@ LAUNCHES = {  # of the staging kernel and the fused one; those of all ranks run 
     "mxfp4 over 4 ranks": 5,
     "mxfp4 over 8 ranks": 9,
     "fp8_block over 2 ranks": 3,
-    "two layers over 2 ranks": 6,
-    "a scan of three layers": 6,
+    "two layers over 2 ranks": 12,  # and each alone
+    "a scan of three layers": 12,
     "reuse after an idle call": 9,
 }
 
