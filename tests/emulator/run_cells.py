@@ -138,16 +138,18 @@ def page(records: list[Record], planned: list[str], version: str) -> str:
         right = [r for r in own if "wrong" not in r]
 
         def values(name: str, right: list[Record] = right) -> str:
-            return ", ".join(map(str, sorted({r[name] for r in right if r.get(name)})))
+            found = {r.get(name) for r in right} - {None}
+            return ", ".join(map(str, sorted(found)))
 
         def largest(name: str, right: list[Record] = right) -> str:
             found = [r[name] for r in right if r.get(name) is not None]
             return f"{max(found):.1e}" if found else ""
 
         number = sum(name.startswith(f"{source} {form} ") for name in [f"{n} " for n in planned])
+        tiles = values("block_m").removeprefix("0, ")  # of calls that launched nothing
         lines.append(
             f"| {source} | {form} | {len(own)} | {number} | {len(own) - len(right)} | "
-            f"{largest('error')} | {largest('worst')} | {largest('exact')} | {values('block_m')} | "
+            f"{largest('error')} | {largest('worst')} | {largest('exact')} | {tiles} | "
             f"{values('ranks')} | {values('tokens')} |"
         )
     lines += [
