@@ -64,7 +64,7 @@ class EmulatingDriver:
         """A count of the machine: launches, executed, ..."""
         return int(self._lib.emulator_get(self._machine, name.encode()))
 
-    def _device_spec(self, _: jax.Device, reserved_sms: int = 0) -> DeviceSpec:
+    def _device_spec(self, _: jax.Device, reserved_sms: int = 0, __: str = "") -> DeviceSpec:
         left = self.device.num_sms - reserved_sms
         return dataclasses.replace(self.device, num_sms=left, reserved_sms=reserved_sms)
 

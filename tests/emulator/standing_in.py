@@ -56,7 +56,7 @@ class StandIn:
         self._settings: Mapping[str, float] | None = None
         self._error: EmulatorError | None = None
 
-    def spec_of(self, _: Any, reserved_sms: int = 0) -> DeviceSpec:
+    def spec_of(self, _: Any, reserved_sms: int = 0, __: str = "") -> DeviceSpec:
         """In place of the product's own: what every CPU device stands for."""
         left = self.device.num_sms - reserved_sms
         return dataclasses.replace(self.device, num_sms=left, reserved_sms=reserved_sms)
