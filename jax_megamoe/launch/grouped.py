@@ -73,7 +73,7 @@ def activation_format(config: MoEConfig) -> str:
 def layer_layout(
     config: MoEConfig,
     device: jax.Device,
-    num_ranks: int,
+    num_ranks: int | None,
     implementation: str | None,
     *,
     adds_biases: bool = False,
@@ -88,7 +88,7 @@ def layer_layout(
     Args:
         config: the layer.
         device: of each rank.
-        num_ranks: expert-parallel ranks.
+        num_ranks: expert-parallel ranks; None: not known yet.
         implementation: the layer's.
         adds_biases: the experts have biases that are not folded, which no fused kernel adds.
     """

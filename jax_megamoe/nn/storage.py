@@ -201,7 +201,9 @@ def layout_here(
         return layout
     is_real = isinstance(mesh, Mesh)
     device = mesh.devices.flat[0] if is_real else deep_gemm.default_device()
-    num_ranks = place_of(config, mesh, axis).num_ranks
+    # An axis without a mesh is one of the caller's shard_map, which will say how many ranks it has.
+    is_known = mesh is not None or axis is None
+    num_ranks = place_of(config, mesh, axis).num_ranks if is_known else None
     for_products = grouped.layer_layout(
         config, device, num_ranks, implementation, adds_biases=adds_biases
     )
