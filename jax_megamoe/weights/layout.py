@@ -48,6 +48,28 @@ class RowOrder:
         order = tuple(int(i) for i in np.argsort(self.order))
         return self._permuted(rows, axis, order, inverse=True)
 
+    def half(self, rows: Array, which: int, axis: int = -2) -> Array:
+        """The first (0) or second (1) half of the source rows, out of rows in this order.
+
+        Takes it before it permutes: XLA then multiplies as it would without either, and results
+        over several ranks keep the bits of one rank's.
+
+        Raises:
+            ValueError: the size of `axis` is not a multiple of `multiple`.
+        """
+        shape = rows.shape
+        axis %= len(shape)
+        _checks.multiple(f"rows in {self.name} order", shape[axis], self.multiple)
+        rest = shape[axis] // self.multiple
+        stored = [rest if self.factors[i] == -1 else self.factors[i] for i in self.order]
+        split = rows.reshape(*shape[:axis], *stored, *shape[axis + 1 :])
+        taken = split[(*(slice(None),) * (axis + self.order.index(0)), which)]
+        kept = [i for i in self.order if i]
+        moved = (axis + int(i) for i in np.argsort(kept))
+        after = range(axis + len(kept), taken.ndim)
+        ordered = taken.transpose(*range(axis), *moved, *after)
+        return ordered.reshape(*shape[:axis], shape[axis] // 2, *shape[axis + 1 :])
+
     def _permuted(self, rows: Array, axis: int, order: tuple[int, ...], *, inverse: bool) -> Array:
         shape = rows.shape
         axis %= len(shape)
@@ -123,10 +145,8 @@ def w13_from_kernel(weight: Array, layout: str, axis: int = -2) -> Array:
 
 def gate_and_up(w13: Array, layout: str, axis: int = -2) -> tuple[Array, Array]:
     """Gate and up out of w13, or out of any array with its rows in the kernel's order."""
-    rows = w13_from_kernel(w13, layout, axis)
-    before = (slice(None),) * (axis % rows.ndim)
-    inter = rows.shape[axis] // 2
-    return rows[(*before, slice(inter))], rows[(*before, slice(inter, None))]
+    order = _w13_order(layout)
+    return order.half(w13, 0, axis), order.half(w13, 1, axis)
 
 
 def pack_scales(scales: Array) -> Array:
