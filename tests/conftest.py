@@ -1,5 +1,7 @@
-"""Eight CPU devices, strict promotion, and a count of the golden records compared."""
+"""Eight CPU devices, strict promotion, repeatable hypotheses, and a count of the golden records
+compared."""
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,10 +12,15 @@ import pytest
 import recording
 import slow
 from emulation import Emulation, emulate
+from hypothesis import settings
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# A change is judged by the same examples each time; HYPOTHESIS_PROFILE=default draws new ones.
+settings.register_profile("repeatable", derandomize=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
 @pytest.fixture

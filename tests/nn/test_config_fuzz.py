@@ -1,5 +1,6 @@
 """Configs from outside, mutated: whatever a field holds, there is a block, or one kind of error."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,7 @@ def mutated_configs(draw: st.DrawFn) -> dict[str, Any]:
             break
         container, key = draw(st.sampled_from(range(len(at))).map(at.__getitem__))
         if draw(st.booleans()):
-            container[key] = draw(JUNK)
+            container[key] = copy.deepcopy(draw(JUNK))  # values are mutated in turn
         else:
             container.pop(key)
     return config
