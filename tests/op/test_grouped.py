@@ -73,8 +73,10 @@ def computed(each: GroupedLayer, operands: dict[str, Array]) -> dict[str, Array]
         out = expert.activate(g, u, activation) @ down[e].T
         out = out + (biases["down_bias"][e][None] if biases else 0)
         y = y + out * jnp.where(ids == e, operands["topk_weights"], 0).sum(1)[:, None]
-    counts = expert.count_tokens(ids, each.num_experts)
-    return {"y": y.astype(x.dtype).astype(jnp.bfloat16), "stats": counts}
+    outputs = {"y": y.astype(x.dtype).astype(jnp.bfloat16)}
+    if each.stats:
+        outputs["stats"] = expert.count_tokens(ids, each.num_experts)
+    return outputs
 
 
 def call_of(config: mm.MoEConfig, num_tokens: int, seed: int = 0) -> dict[str, Any]:
