@@ -295,7 +295,7 @@ CASES: dict[str, tuple[str, Callable[[Tensors], None], type[Exception], str]] = 
             {f"{UP}.weight_global_scale": 1e-39 * tensors.pop(f"{UP}.weight_scale_2")}
         ),
         ValueError,
-        rf"{UP}\.weight_global_scale in \S+: expected a finite number > 0 with a finite, normal reciprocal",
+        rf"{UP}\.weight_global_scale in \S+: expected a finite number > 0 with a finite",
     ),
     "denormal global scale": (
         "nvfp4",
@@ -400,9 +400,7 @@ def test_shared_expert_with_a_bias(rng: np.random.Generator) -> None:
 def test_new_field_in_a_reload(rng: np.random.Generator) -> None:
     config = make_config()
     weights = load_experts(config, files.per_expert(files.mxfp4(rng, E, H, INTER)), prefix=PREFIX)
-    with pytest.raises(
-        ValueError, match="initial.routed.w13_bias: expected parameters that have it"
-    ):
+    with pytest.raises(ValueError, match=r"initial\.routed\.w13_bias: expected parameters"):
         reload_experts(config, weights, {f"{UP}.bias": np.zeros(INTER, np.float32)}, prefix=PREFIX)
     with pytest.raises(ValueError, match=rf"no scale for {UP}.weight in the pairs given"):
         half = {f"{UP}.weight": np.zeros((INTER, H // 2), np.uint8)}
