@@ -11,12 +11,16 @@ import argparse
 import dataclasses
 import functools
 import json
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+# XLA's threads on a CPU: callbacks of eight ranks may hold eight, and wait for others that copy.
+os.environ.setdefault("NPROC", "32")
 
 import jax
 

@@ -47,7 +47,9 @@ def test_familys_last_activation_and_shared_expert(stand_in, form, source):
 @pytest.mark.parametrize(
     "cell",
     [
-        Cell("mxfp4", "sgl", ranks=8, tokens=9),
+        # Eight callbacks at once may fill XLA's threads, and each waits for one that copies its
+        # operands: eight ranks are run_cells.py's, with more threads.
+        Cell("mxfp4", "sgl", ranks=4, tokens=9),
         Cell("mxfp4", "sgl", ranks=4, replicas=4, idle_ranks=(0, 2), stats=True),
         Cell("mxfp4", "sgl", experts=2, tokens=300),
         Cell("fp8_block", "sgl", tokens=130, max_tokens=130),
