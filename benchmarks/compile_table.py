@@ -107,8 +107,17 @@ GPUS = {80: 108, 89: 128, 90: 132, 100: 148, 120: 188}
 """Multiprocessors by compute capability: of an A100, RTX 4090, H200, B200 and RTX Pro 6000."""
 
 
-def grouped_launches() -> Iterator[tuple[str, int, KernelLaunch]]:
-    """What the grouped implementation launches in each recipe: case, BLOCK_M and launch."""
+@dataclass(frozen=True)
+class Planned:
+    """A launch of a case, and the tile height of its plan (0 for kernels without tiles)."""
+
+    case: str
+    block_m: int
+    launch: KernelLaunch
+
+
+def grouped_launches() -> Iterator[Planned]:
+    """What the grouped implementation launches in each recipe, on each generation."""
     for (arch, num_sms), recipe in product(GPUS.items(), RECIPES.values()):
         weights, activations = recipe.weights.name, recipe.activations.name
         if refusal(weights, activations, arch):
@@ -125,7 +134,7 @@ def grouped_launches() -> Iterator[tuple[str, int, KernelLaunch]]:
             for step in plan.steps:
                 if isinstance(step, KernelLaunch):
                     has_tiles = step.kernel.source == "humming"
-                    yield case, plan.block_m if has_tiles else 0, step
+                    yield Planned(case, plan.block_m if has_tiles else 0, step)
 
 
 COLUMNS = (
@@ -134,24 +143,8 @@ COLUMNS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Planned:
-    """A launch of a case, and the tile height of its plan (0 for kernels without tiles)."""
-
-    case: str
-    block_m: int
-    launch: KernelLaunch
-
-
-def planned(source: str, model: str) -> Iterator[Planned]:
-    """Every distinct kernel of the cases, for each architecture."""
-    seen: set[object] = set()
-    for case, block_m, launch in grouped_launches() if source == "humming" else ():
-        if launch.kernel not in seen:
-            seen.add(launch.kernel)
-            yield Planned(case, block_m, launch)
-    if source == "humming":
-        return
+def fused_launches(source: str, model: str) -> Iterator[Planned]:
+    """What `deep_gemm` launches in the cases, for each architecture."""
     for case, moe in (gpt_oss_cases if model == "gpt-oss" else cases)(source):
         for num_tokens, device in product(TOKENS, (SM90, SM100)):
             try:
@@ -164,9 +157,17 @@ def planned(source: str, model: str) -> Iterator[Planned]:
                 height = plan.block_m if step is plan.steps[-1] else 0  # staging has no tiles
                 for arch in ARCHS[source][device.arch]:
                     kernel = dataclasses.replace(step.kernel, arch=arch)
-                    if kernel not in seen:
-                        seen.add(kernel)
-                        yield Planned(case, height, dataclasses.replace(step, kernel=kernel))
+                    yield Planned(case, height, dataclasses.replace(step, kernel=kernel))
+
+
+def planned(source: str, model: str) -> Iterator[Planned]:
+    """The first launch of every distinct kernel."""
+    seen: set[object] = set()
+    launches = grouped_launches() if source == "humming" else fused_launches(source, model)
+    for each in launches:
+        if each.launch.kernel not in seen:
+            seen.add(each.launch.kernel)
+            yield each
 
 
 def row(item: Planned, compiler: Compiler, cache: KernelCache) -> tuple[list[str], bool]:

@@ -82,6 +82,16 @@ def reshape_rows(array: Any, shape: tuple[int, ...]) -> Any:
     )
 
 
+def known_sharding(array: Any) -> NamedSharding | None:
+    """How an array is split over a mesh, as far as JAX says so: of concrete arrays, and of traced
+    ones over Explicit axes."""
+    if isinstance(array, Tracer):
+        sharding = jax.typeof(array).sharding
+    else:
+        sharding = getattr(array, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) else None
+
+
 class Split(NamedTuple):
     """How the first dimension of arrays is split: over these axes of a mesh."""
 
@@ -95,15 +105,11 @@ class Split(NamedTuple):
 
 
 def split_of(tree: Any) -> Split | None:
-    """How the first of the tree's arrays that is split along its first dimension alone is split.
-
-    Sees the sharding of concrete arrays and of traced ones with Explicit axes; None without one.
-    """
+    """How the first of the tree's arrays that is split along its first dimension alone is split, by
+    its `known_sharding`; None without one."""
     for array in jax.tree.leaves(tree):
-        sharding = jax.typeof(array).sharding if isinstance(array, Tracer) else None
-        if sharding is None:
-            sharding = getattr(array, "sharding", None)
-        if not isinstance(sharding, NamedSharding) or not sharding.spec:
+        sharding = known_sharding(array)
+        if sharding is None or not sharding.spec:
             continue
         first, *others = sharding.spec
         is_named = isinstance(first, str | tuple) and not any(others)

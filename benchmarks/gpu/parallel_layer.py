@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import unfused
-import workload
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 import jax_megamoe as mm
+from jax_megamoe.cli.gpu.contenders import random_matrices
+from jax_megamoe.cli.gpu.measure import routing
 from jax_megamoe.weights.drawn import random_experts
 
 Json = dict[str, Any]
@@ -49,14 +50,14 @@ class Layer:
 
     def matrices(self) -> tuple[Array, Array]:
         """Random bfloat16 matrices for `unfused`."""
-        return self.drawn(partial(unfused.random_matrices, self.config, self.local_experts))
+        return self.drawn(partial(random_matrices, self.config, self.local_experts))
 
     def tokens(self, num_tokens: int, num_layers: int) -> tuple[Array, Array, Array]:
         """x [n T, H], and ids and top-k weights [layers, n T, K], split over the ranks."""
         rows = self.num_ranks * num_tokens
         key = jax.random.key(num_tokens)
         x = jax.random.normal(key, (rows, self.config.hidden_size), jnp.bfloat16)
-        ids, factors = workload.routing(self.config, rows, key, (num_layers,))
+        ids, factors = routing(self.config, rows, key, (num_layers,))
         by_row, by_layer = (NamedSharding(self.mesh, spec) for spec in (P(AXIS), P(None, AXIS)))
         return jax.device_put((x, ids, factors), (by_row, by_layer, by_layer))
 

@@ -14,10 +14,8 @@ import dataclasses
 import faulthandler
 import json
 import os
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -29,14 +27,14 @@ import driver
 import jax
 import jax.numpy as jnp
 import numpy as np
-import unfused
 import workload
 from checks import OUT, Checks
 from jax import lax
 from jaxtyping import Array
 
 import jax_megamoe as mm
-from jax_megamoe.cli.gpu.contenders import ragged_layer
+from jax_megamoe.cli.gpu.contenders import ragged_layer, random_matrices
+from jax_megamoe.cli.gpu.measure import timed
 from jax_megamoe.plan import plan_mega_moe
 
 LAYERS = 64
@@ -81,21 +79,7 @@ class Row:
     ragged: float | str | None = None
 
 
-def microseconds(function: Callable[[], Any], *, enough: float = 0.25, repeats: int = 5) -> float:
-    """Median time of a call by the host's clock, each repeat as many calls in a row as take
-    `enough` seconds."""
-    jax.block_until_ready(function())
-    start = time.perf_counter()
-    jax.block_until_ready(function())
-    calls = max(1, int(enough / (time.perf_counter() - start)))
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        for _ in range(calls):
-            result = function()
-        jax.block_until_ready(result)
-        times.append((time.perf_counter() - start) / calls)
-    return 1e6 * statistics.median(times)
+microseconds = partial(timed, enough=0.25)
 
 
 def scanned(layer: Callable[..., Array], num_experts: int, residual: bool) -> Callable[..., Array]:
@@ -118,7 +102,7 @@ class Layer:
     def __init__(self, shape: str) -> None:
         self.shape, self.cfg = shape, workload.config(shape)
         self.params = workload.weights(self.cfg)
-        self.matrices = unfused.random_matrices(self.cfg, self.cfg.num_experts, jax.random.key(0))
+        self.matrices = random_matrices(self.cfg, self.cfg.num_experts, jax.random.key(0))
         self.records = bare_launch.read_records()
         call = partial(mm.mega_moe, config=self.cfg, implementation="deep_gemm")
         self.single = jax.jit(call)

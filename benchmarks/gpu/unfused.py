@@ -5,22 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, BFloat16, Float32, Int32
 
-from jax_megamoe.config import MoEConfig
-
 _SLACK, _SPARE = 1.1, 64
-
-
-def random_matrices(cfg: MoEConfig, num_experts: int, key: Array) -> tuple[Array, Array]:
-    """w13 bfloat16 [E, H, 2I] and w2 [E, I, H], normal of variance 1 / fan-in."""
-    hidden, inter = cfg.hidden_size, cfg.intermediate_size
-
-    def one(key: Array) -> tuple[Array, Array]:
-        first, second = jax.random.split(key)
-        w13 = jax.random.normal(first, (hidden, 2 * inter), jnp.bfloat16)
-        w2 = jax.random.normal(second, (inter, hidden), jnp.bfloat16)
-        return w13 * jnp.bfloat16(hidden**-0.5), w2 * jnp.bfloat16(inter**-0.5)
-
-    return lax.map(one, jax.random.split(key, num_experts))
 
 
 def capacity(num_rows: int, num_ranks: int) -> int:
@@ -43,7 +28,7 @@ def layer(
         x: this rank's tokens.
         ids: their experts, of all ranks'.
         factors: their top-k weights.
-        matrices: this rank's experts, as `random_matrices`.
+        matrices: this rank's experts, as `contenders.random_matrices`.
         axis: the mesh axis of the ranks.
         num_ranks: its size.
     """

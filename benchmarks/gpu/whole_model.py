@@ -34,6 +34,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 import jax_megamoe as mm
+from jax_megamoe.cli.gpu.measure import routing
 from jax_megamoe.plan import plan_mega_moe
 from jax_megamoe.runtime.devices import device_spec
 from jax_megamoe.weights.drawn import random_experts
@@ -117,7 +118,7 @@ def measure(cfg: mm.MoEConfig, mesh: Mesh, parameters: ExpertWeights, num_tokens
     rows = num_tokens * mesh.size
     key = jax.random.key(num_tokens)
     x = jax.random.normal(key, (rows, cfg.hidden_size), jnp.bfloat16)
-    ids, factors = workload.routing(cfg, rows, key, (num_layers,))
+    ids, factors = routing(cfg, rows, key, (num_layers,))
     run = partial(model(cfg, mesh), x, ids, factors, parameters)
     y = np.asarray(jax.block_until_ready(run()), np.float32)
     times = []

@@ -2,13 +2,12 @@
 
 import time
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array
 
+from jax_megamoe.cli.gpu import measure
 from jax_megamoe.cli.gpu.models import MODELS
 from jax_megamoe.compile import compile_many
 from jax_megamoe.config import Activation, MoEConfig
@@ -56,19 +55,7 @@ def weights(cfg: MoEConfig, seed: int = 0) -> ExpertWeights:
     return jax.block_until_ready(random_experts(cfg, jax.random.key(seed)))
 
 
-@partial(jax.jit, static_argnames=("cfg", "num_tokens", "seed"))
-def tokens(cfg: MoEConfig, num_tokens: int, seed: int = 1) -> Tokens:
-    """x bfloat16 [T, H] and a random routing: ids int32 [T, K], weights float32 [T, K], sum 1."""
-    first, second = jax.random.split(jax.random.key(seed))
-    x = jax.random.normal(first, (num_tokens, cfg.hidden_size), jnp.bfloat16)
-    return x, *routing(cfg, num_tokens, second)
-
-
-def routing(cfg: MoEConfig, num_tokens: int, key: Array, lead: tuple[int, ...] = ()) -> Any:
-    """Random ids int32 [*lead, T, K], distinct in a token, and weights float32 that sum to 1."""
-    logits = jax.random.normal(key, (*lead, num_tokens, cfg.num_experts))
-    factors, ids = jax.lax.top_k(jax.nn.softmax(logits), cfg.top_k)
-    return ids, factors / factors.sum(-1, keepdims=True)
+tokens = jax.jit(measure.tokens, static_argnames=("sizes", "num_tokens", "seed"))
 
 
 def record_operands(x: Array, ids: Array, factors: Array, params: ExpertWeights) -> dict[str, int]:

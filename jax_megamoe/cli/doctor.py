@@ -25,7 +25,6 @@ from jax_megamoe.launch import grouped
 from jax_megamoe.launch.runnable import runnable
 from jax_megamoe.plan import plan_mega_moe
 from jax_megamoe.plan.grouped import humming
-from jax_megamoe.plan.grouped.layer import planned_arch
 from jax_megamoe.plan.refusal import Refusal
 from jax_megamoe.runtime import extension
 from jax_megamoe.runtime.devices import device_spec, spec_of
@@ -139,7 +138,7 @@ def grouped_status(config: MoEConfig, device: jax.Device) -> str:
         spec = spec_of(device)
         if isinstance(spec, Refusal):
             return "needs a CUDA device"
-        layout = grouped.layout_of(config, planned_arch(spec.arch) or spec.arch)
+        layout = grouped.layout_of(config, spec.arch)
         if isinstance(layout, Refusal):
             return layout.reason
         find_source(humming.SOURCE)

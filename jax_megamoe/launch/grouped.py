@@ -55,8 +55,9 @@ def layout_of(config: MoEConfig, arch: int) -> str | Refusal:
 
     Args:
         config: the layer.
-        arch: compute capability times ten.
+        arch: compute capability times ten, of any device.
     """
+    arch = layer.planned_arch(arch) or arch
     weights, activations = config.weight_format.name, activation_format(config)
     refused = layer.refusal(weights, activations, arch)
     if not refused:
@@ -95,7 +96,7 @@ def layer_layout(
     spec = spec_of(device, config.reserved_sms)
     if isinstance(spec, Refusal) or implementation not in (None, GroupedRoute.implementation):
         return None
-    layout = layout_of(config, layer.planned_arch(spec.arch) or spec.arch)
+    layout = layout_of(config, spec.arch)
     if isinstance(layout, Refusal):
         return None
     if implementation is not None:
@@ -104,9 +105,10 @@ def layer_layout(
     if not has_run or isinstance(_installed(), Refusal):
         return None
     why = _why_chosen(config, device, spec, adds_biases=adds_biases)
-    if why is not None:
-        _log_chosen(config.recipe.name, why)
-    return layout if why is not None else None
+    if why is None:
+        return None
+    _log_chosen(config.recipe.name, why)
+    return layout
 
 
 def _why_chosen(
@@ -166,8 +168,7 @@ def try_route(
     spec = spec_of(device, config.reserved_sms, "grouped")
     if isinstance(spec, Refusal):
         return spec
-    arch = layer.planned_arch(spec.arch)
-    layout = layout_of(config, arch or spec.arch)
+    layout = layout_of(config, spec.arch)
     if isinstance(layout, Refusal):
         return layout
     if weights.layout != layout:
@@ -183,7 +184,7 @@ def try_route(
         return absent
     # 8.6 runs what is compiled for 8.0 and has less room.
     room = SHARED_MEMORY[89] if spec.arch == 86 else 0
-    route = GroupedRoute(arch, spec.num_sms, num_ranks, room)
+    route = GroupedRoute(layer.planned_arch(spec.arch), spec.num_sms, num_ranks, room)
     if num_tokens and num_ranks == 1:
         _build(_described(config, route, weights, num_tokens))
     return route

@@ -332,7 +332,7 @@ def _choose(
 def _measured(call: Call, x: Any, able: tuple[str, ...]) -> str | None:
     """The implementation that was fastest for a call's recipe, ranks and tokens, see `measured`."""
     place = call.place
-    num_tokens = x.shape[0] if place.inside else -(-x.shape[0] // place.num_parts)
+    num_tokens = place.rows_of_rank(x.shape[0])
     kind = _device(place, x).device_kind
     recipe, ranks = call.config.recipe.name, place.num_ranks
     return measured.fastest(measured.table(), kind, recipe, ranks, num_tokens, able)
@@ -369,7 +369,7 @@ def _route(
         place.axis,
         num_ranks=place.num_ranks,
         weights=weights,
-        num_tokens=x.shape[0] if place.inside else -(-x.shape[0] // place.num_parts),
+        num_tokens=place.rows_of_rank(x.shape[0]),
         implementation=implementation,
     )
 

@@ -7,12 +7,12 @@ from typing import Any
 import jax
 from jax.core import Tracer
 from jax.errors import InconclusiveDimensionOperation
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jax_megamoe import _checks
 from jax_megamoe.config import MoEConfig
-from jax_megamoe.mesh import Axis, axis_names
+from jax_megamoe.mesh import Axis, axis_names, known_sharding
 from jax_megamoe.op.transforms import Place
 from jax_megamoe.weights.params import ExpertWeights
 
@@ -34,17 +34,16 @@ def check_num_tokens(num_tokens: int, config: MoEConfig, place: Place, pads: boo
 
 
 def _check_rows(num_tokens: int, config: MoEConfig, place: Place, pads: bool) -> None:
-    if not place.inside:
-        if not pads:
-            _checks.multiple("x rows", num_tokens, place.num_parts, "pad x and mask the padding")
-        num_tokens = -(-num_tokens // place.num_parts)
-    _checks.at_most("num_tokens", num_tokens, config.max_num_tokens, "max_num_tokens")
+    if not place.inside and not pads:
+        _checks.multiple("x rows", num_tokens, place.num_parts, "pad x and mask the padding")
+    rows = place.rows_of_rank(num_tokens)
+    _checks.at_most("num_tokens", rows, config.max_num_tokens, "max_num_tokens")
 
 
 def check_shardings(place: Place, tokens: dict[str, Any], weights: ExpertWeights) -> None:
     """Refuses inputs that JAX would gather silently: sharded in another way than the axis does.
 
-    Sees the sharding of concrete arrays and of traced ones with Explicit axes.
+    Sees what `known_sharding` does.
     """
     if place.inside:
         return
@@ -103,11 +102,8 @@ def _check_sharding(name: str, array: Any, allowed: set[str], expected: str, hin
 
 def _spec(array: Any) -> tuple[tuple[str, ...], ...]:
     """The known partition spec of an array over axes of more than one device, or ()."""
-    if isinstance(array, Tracer):
-        sharding = jax.typeof(array).sharding
-    else:
-        sharding = getattr(array, "sharding", None)
-    if not isinstance(sharding, NamedSharding):
+    sharding = known_sharding(array)
+    if sharding is None:
         return ()
     sizes = sharding.mesh.shape
     return tuple(

@@ -74,6 +74,10 @@ class Place(NamedTuple):
         experts = axis_names(self.axis)
         return tuple(name for name in axis_names(self.token_axes) if name not in experts)
 
+    def rows_of_rank(self, num_rows: int) -> int:
+        """Rows of one rank in a call of so many, padding included."""
+        return num_rows if self.inside else -(-num_rows // self.num_parts)
+
 
 def place_of(
     config: MoEConfig,

@@ -261,6 +261,12 @@ def packing(form: WeightFormat, layout: str) -> Packing | None:
     return None if bits == 8 else Packing(bits, 8, fused=True, packed_k=True)
 
 
+def is_fused(form: WeightFormat, layout: str) -> bool:
+    """Whether a format's block scales become exponents of its codes in a layout."""
+    how = packing(form, layout)
+    return how is not None and how.fused
+
+
 def shapes(
     form: WeightFormat, layout: str, hidden: int, inter: int, num_experts: int, *, by_row: bool
 ) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -59,10 +59,7 @@ class RowOrder:
         """
         shape = rows.shape
         axis %= len(shape)
-        _checks.multiple(f"rows in {self.name} order", shape[axis], self.multiple)
-        rest = shape[axis] // self.multiple
-        stored = [rest if self.factors[i] == -1 else self.factors[i] for i in self.order]
-        split = rows.reshape(*shape[:axis], *stored, *shape[axis + 1 :])
+        split = self._split(rows, axis, stored=True)
         taken = split[(*(slice(None),) * (axis + self.order.index(0)), which)]
         kept = [i for i in self.order if i]
         moved = (axis + int(i) for i in np.argsort(kept))
@@ -70,17 +67,23 @@ class RowOrder:
         ordered = taken.transpose(*range(axis), *moved, *after)
         return ordered.reshape(*shape[:axis], shape[axis] // 2, *shape[axis + 1 :])
 
+    def _split(self, rows: Array, axis: int, *, stored: bool) -> Array:
+        """`rows` with `axis` (not negative) as axes of their own for the factors, in the stored
+        order or the source's."""
+        shape = rows.shape
+        _checks.multiple(f"rows in {self.name} order", shape[axis], self.multiple)
+        rest = shape[axis] // self.multiple
+        factors = [rest if factor == -1 else factor for factor in self.factors]
+        if stored:
+            factors = [factors[i] for i in self.order]
+        return rows.reshape(*shape[:axis], *factors, *shape[axis + 1 :])
+
     def _permuted(self, rows: Array, axis: int, order: tuple[int, ...], *, inverse: bool) -> Array:
         shape = rows.shape
         axis %= len(shape)
-        _checks.multiple(f"rows in {self.name} order", shape[axis], self.multiple)
-        rest = shape[axis] // self.multiple
-        factors = [rest if f == -1 else f for f in self.factors]
-        if inverse:
-            factors = [factors[i] for i in self.order]
-        split = rows.reshape(*shape[:axis], *factors, *shape[axis + 1 :])
+        split = self._split(rows, axis, stored=inverse)
         moved = [axis + i for i in order]
-        after = range(axis + len(factors), split.ndim)
+        after = range(axis + len(order), split.ndim)
         return split.transpose(*range(axis), *moved, *after).reshape(shape)
 
 

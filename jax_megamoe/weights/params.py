@@ -69,6 +69,11 @@ class ExpertMatrices:
     w13_bias: Any = None
     w2_bias: Any = None
 
+    @property
+    def has_row_scales(self) -> bool:
+        """Whether second scales are of rows rather than of matrices, see w13_weight_scale_2."""
+        return getattr(self.w13_weight_scale_2, "ndim", 1) == 2
+
     def arrays(self) -> dict[str, Any]:
         """The fields that hold an array, by name."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -310,7 +315,7 @@ def check_weights(
             raise TypeError(
                 _checks.message(f"weights.{part}", "an ExpertMatrices", type(matrices).__name__)
             )
-    by_row = getattr(weights.routed.w13_weight_scale_2, "ndim", 1) == 2
+    by_row = weights.routed.has_row_scales
     wanted = parameter_shapes(config, num_experts, weights.layout, has_biases=True, by_row=by_row)
     optional = {"w13_bias", "w2_bias"}
     if weights.folds_biases and folding.unfoldable(config) is None:

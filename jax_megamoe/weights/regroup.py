@@ -182,8 +182,7 @@ def to_grouped(weights: ExpertWeights, layout: str, *, by_row: bool | None = Non
     """
     form = WEIGHT_FORMATS[weights.format]
     _check(form, layout)
-    fused = getattr(grouped.packing(form, layout), "fused", False)
-    if fused and by_row is None:
+    if by_row is None and grouped.is_fused(form, layout):
         traced = isinstance(weights.routed.w13_weight, Tracer)
         by_row = traced or not fuses_exactly(weights)
     how = dict(form=form, old=weights.layout, new=layout, by_row=bool(by_row))
@@ -255,9 +254,8 @@ def as_grouped(like: ExpertWeights, weights: ExpertWeights) -> ExpertWeights:
     """
     if like.layout not in GROUPED_LAYOUTS:
         return weights
-    form, second = WEIGHT_FORMATS[like.format], like.routed.w13_weight_scale_2
-    by_row = getattr(second, "ndim", 1) == 2
-    is_fused = getattr(grouped.packing(form, like.layout), "fused", False)
+    by_row = like.routed.has_row_scales
+    is_fused = grouped.is_fused(WEIGHT_FORMATS[like.format], like.layout)
     if is_fused and not by_row and not fuses_exactly(weights):
         _log.warning(
             "%s: blocks of weights over %d powers of two below the largest of their matrix are "

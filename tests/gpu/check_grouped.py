@@ -127,7 +127,7 @@ def through_mega_moe(checks: Checks) -> None:
         tokens = grouped_layers.tokens(replace(each, hidden_size=512))
         arguments = (tokens["x"], tokens["topk_ids"], tokens["topk_weights"])
         mask = np.arange(129) % 4 == 1
-        layout = grouped.layout_of(config, planned_arch(device_spec(jax.devices()[0]).arch))
+        layout = grouped.layout_of(config, device_spec(jax.devices()[0]).arch)
         moved = mm.to_layout(weights, layout)
         call = partial(mm.mega_moe, config=config, padding_mask=mask, return_stats=True)
         y, counts = jax.jit(partial(call, implementation="grouped"))(*arguments, moved)
@@ -167,7 +167,7 @@ def over_ranks(checks: Checks) -> None:
             max_num_tokens=256,
             weight_format=form,
         )
-        layout = grouped.layout_of(config, planned_arch(device_spec(devices[0]).arch))
+        layout = grouped.layout_of(config, device_spec(devices[0]).arch)
         weights = mm.to_layout(random_experts(config, jax.random.key(0)), layout)
         each = grouped_layers.case(form, "bf16", 128, num_experts=32, num_logical=32)
         tokens = grouped_layers.tokens(replace(each, hidden_size=1024))

@@ -11,9 +11,9 @@ from jax import lax
 from jaxtyping import Array, BFloat16, Float32, Int32
 
 from jax_megamoe.cli.gpu.models import Model
+from jax_megamoe.config import MoEConfig
 from jax_megamoe.launch import grouped
 from jax_megamoe.op.mega_moe import mega_moe
-from jax_megamoe.plan.grouped.layer import planned_arch
 from jax_megamoe.plan.refusal import Refusal
 from jax_megamoe.runtime.devices import spec_of
 from jax_megamoe.weights.drawn import random_experts
@@ -48,7 +48,7 @@ def _ours(implementation: str, model: Model, recipe: str, num_tokens: int) -> Pr
         spec = spec_of(jax.devices()[0], implementation="grouped")
         if isinstance(spec, Refusal):
             raise spec.error()
-        layout = grouped.layout_of(config, planned_arch(spec.arch) or spec.arch)
+        layout = grouped.layout_of(config, spec.arch)
         if isinstance(layout, Refusal):
             raise layout.error()
         weights = to_layout(weights, layout)
@@ -101,8 +101,14 @@ def _tokamax(model: Model, recipe: str, num_tokens: int) -> Prepared:
 
 
 def _matrices(model: Model) -> tuple[Array, Array]:
-    """Normal ones of variance 1 / fan-in, made an expert at a time."""
-    hidden, inter = model.hidden_size, model.intermediate_size
+    make = jax.jit(partial(random_matrices, model, model.num_experts))
+    return jax.block_until_ready(make(jax.random.key(0)))
+
+
+def random_matrices(sizes: Model | MoEConfig, num_experts: int, key: Array) -> tuple[Array, Array]:
+    """w13 bfloat16 [E, H, 2I] and w2 [E, I, H], normal of variance 1 / fan-in, made an expert at a
+    time."""
+    hidden, inter = sizes.hidden_size, sizes.intermediate_size
 
     def one(key: Array) -> tuple[Array, Array]:
         first, second = jax.random.split(key)
@@ -110,8 +116,7 @@ def _matrices(model: Model) -> tuple[Array, Array]:
         w2 = jax.random.normal(second, (inter, hidden), jnp.bfloat16)
         return w13 * jnp.bfloat16(hidden**-0.5), w2 * jnp.bfloat16(inter**-0.5)
 
-    keys = jax.random.split(jax.random.key(0), model.num_experts)
-    return jax.block_until_ready(jax.jit(partial(lax.map, one))(keys))
+    return lax.map(one, jax.random.split(key, num_experts))
 
 
 OURS: dict[str, Prepare] = {name: partial(_ours, name) for name in IMPLEMENTATIONS}

@@ -21,6 +21,7 @@ from jax_megamoe.cli.gpu import contenders
 from jax_megamoe.cli.gpu.models import Model
 from jax_megamoe.cli.gpu.result import Ceilings, GpuResult, Timing
 from jax_megamoe.compile import BuildError, describe_toolchain
+from jax_megamoe.config import MoEConfig
 from jax_megamoe.formats import RECIPES
 from jax_megamoe.launch.runnable import supported
 from jax_megamoe.plan.refusal import Refusal
@@ -70,8 +71,9 @@ def timed(function: Callable[[], Any], *, enough: float = 0.1, repeats: int = 5)
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
-        results = [function() for _ in range(calls)][-1]
-        jax.block_until_ready(results)
+        for _ in range(calls - 1):
+            function()
+        jax.block_until_ready(function())
         times.append((time.perf_counter() - start) / calls)
     return 1e6 * statistics.median(times)
 
@@ -181,13 +183,20 @@ def _line(error: Exception) -> str:
     return (str(error).splitlines() or [""])[0][:200] or type(error).__name__
 
 
-def tokens(model: Model, num_tokens: int) -> tuple[Array, Array, Array]:
+def tokens(sizes: Model | MoEConfig, num_tokens: int, seed: int = 1) -> tuple[Array, Array, Array]:
     """x bfloat16 [T, H] and a random routing: ids int32 [T, K], weights float32 [T, K], sum 1."""
-    first, second = jax.random.split(jax.random.key(1))
-    x = jax.random.normal(first, (num_tokens, model.hidden_size), jnp.bfloat16)
-    logits = jax.random.normal(second, (num_tokens, model.num_experts))
-    factors, ids = lax.top_k(jax.nn.softmax(logits), model.top_k)
-    return x, ids, factors / factors.sum(-1, keepdims=True)
+    first, second = jax.random.split(jax.random.key(seed))
+    x = jax.random.normal(first, (num_tokens, sizes.hidden_size), jnp.bfloat16)
+    return x, *routing(sizes, num_tokens, second)
+
+
+def routing(
+    sizes: Model | MoEConfig, num_tokens: int, key: Array, lead: tuple[int, ...] = ()
+) -> tuple[Array, Array]:
+    """Random ids int32 [*lead, T, K], distinct in a token, and weights float32 that sum to 1."""
+    logits = jax.random.normal(key, (*lead, num_tokens, sizes.num_experts))
+    factors, ids = lax.top_k(jax.nn.softmax(logits), sizes.top_k)
+    return ids, factors / factors.sum(-1, keepdims=True)
 
 
 def rotated(layer: Callable[..., Array], num_experts: int) -> Callable[..., Array]:
