@@ -1,6 +1,5 @@
 """Blocks whose experts have biases (GPT-OSS): folded where a fused kernel runs them so."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import cases
@@ -22,16 +21,6 @@ from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.launch import KernelLaunch
 
 CASE = next(case for case in CASES if case.name == "gpt_oss")
-
-
-@pytest.fixture
-def on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Lets CPU devices stand for another kind, for what a kernel could run."""
-
-    def stand_for(device: DeviceSpec) -> None:
-        monkeypatch.setattr(runnable, "spec_of", lambda *_: device)
-
-    yield stand_for
 
 
 @pytest.mark.parametrize("form", ["mxfp4", "mxfp8", "bf16"])

@@ -1,22 +1,24 @@
 """Parameters of layers that the grouped products run: loaded, reloaded and kept in their layout."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import cases
-import jax
+import checkpoint_files as files
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import transformers_cases
+from checkpoint_files import PREFIX
 from emulation import B200, H200
 from fake_cuda import FakeDevice
 
 import jax_megamoe as mm
 from jax_megamoe import compile
-from jax_megamoe.launch import grouped, runnable
+from jax_megamoe.launch import grouped
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.weights.regroup import fuses_exactly, to_grouped
 
@@ -30,32 +32,14 @@ LAYOUTS = {
 """By recipe, on compute capability 9.0."""
 
 GPT_OSS = next(case for case in transformers_cases.CASES if case.name == "gpt_oss")
-PREFIX = "m.experts"
 
 
-@pytest.fixture
-def on_device(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Lets CPU devices stand for another kind, where the products are installed or not."""
-
-    def stand_for(device: DeviceSpec, *, installed: bool = True) -> None:
-        for module in (runnable, grouped):
-            monkeypatch.setattr(module, "spec_of", lambda *_: device)
-        absent = None if installed else runnable.Unavailable("no humming")
-        monkeypatch.setattr(grouped, "_installed", lambda: absent)
-
-    return stand_for
-
-
-def checkpoint(seed: int = 0, spread: float = 0.0) -> dict[str, jax.Array]:
+def checkpoint(seed: int = 0, spread: float = 0.0) -> dict[str, np.ndarray]:
     """Four experts of hidden size 256; `spread`: binades by which an expert's columns differ."""
-    rng = np.random.default_rng(seed)
-    sizes = dict(gate_proj=(128, 256), up_proj=(128, 256), down_proj=(256, 128))
-    tensors = {}
-    for expert in range(4):
-        for name, shape in sizes.items():
-            scale = 2.0 ** np.linspace(spread / 2, -spread / 2, shape[1])
-            values = rng.standard_normal(shape) * scale
-            tensors[f"{PREFIX}.{expert}.{name}.weight"] = jnp.asarray(values, jnp.bfloat16)
+    tensors = files.per_expert(files.floats(np.random.default_rng(seed), 4, 256, 128))
+    for name, array in tensors.items():
+        scale = 2.0 ** np.linspace(spread / 2, -spread / 2, array.shape[1])
+        tensors[name] = (array.astype(np.float32) * scale).astype(array.dtype)
     return tensors
 
 
@@ -63,11 +47,13 @@ def config(recipe: str) -> mm.MoEConfig:
     return cases.config(recipe, num_experts=4, hidden_size=256, intermediate_size=128)
 
 
-def load(recipe: str, tensors: dict[str, jax.Array], layout: str | None = None) -> mm.ExpertWeights:
+def load(
+    recipe: str, tensors: dict[str, np.ndarray], layout: str | None = None
+) -> mm.ExpertWeights:
     return mm.load_experts(config(recipe), tensors, prefix=PREFIX, progress=False, layout=layout)
 
 
-def in_rows(recipe: str, tensors: dict[str, jax.Array]) -> mm.ExpertWeights:
+def in_rows(recipe: str, tensors: dict[str, np.ndarray]) -> mm.ExpertWeights:
     """Loaded for a kernel that reads rows as they are."""
     own = config(recipe)
     plain = replace(own, activation_format=None) if recipe == "mxfp4_block" else own
@@ -75,9 +61,8 @@ def in_rows(recipe: str, tensors: dict[str, jax.Array]) -> mm.ExpertWeights:
 
 
 def assert_same(got: mm.ExpertWeights, want: mm.ExpertWeights) -> None:
-    assert got.layout == want.layout and got.arrays().keys() == want.arrays().keys()
-    for name, array in want.arrays().items():
-        np.testing.assert_array_equal(np.asarray(got.arrays()[name]), np.asarray(array), name)
+    assert got.layout == want.layout
+    files.assert_same(got, want)
 
 
 @pytest.mark.parametrize("recipe", LAYOUTS)
@@ -86,11 +71,17 @@ def test_loading_gives_what_to_layout_gives(recipe: str) -> None:
     assert_same(load(recipe, tensors, layout), mm.to_layout(in_rows(recipe, tensors), layout))
 
 
+def test_loading_into_a_layout_that_the_format_has_not() -> None:
+    text = "layout: expected one of ['interleave8', 'humming_bf16'], got 'humming_fp8'"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        load("mxfp8", checkpoint(), "humming_fp8")
+
+
 @pytest.mark.parametrize("recipe", LAYOUTS)
 def test_a_layer_converts_for_the_implementation_it_names(
     recipe: str, on_device: Callable[..., None]
 ) -> None:
-    on_device(H200)
+    on_device(H200, products=True)
     weights = load(recipe, checkpoint())
     layer = mm.MegaMoE(config(recipe), weights, implementation="grouped")
     assert_same(layer.weights, mm.to_layout(weights, LAYOUTS[recipe]))
@@ -110,7 +101,7 @@ def test_a_layer_converts_for_the_implementation_it_names(
 def test_a_layer_without_an_implementation(
     recipe: str, device: DeviceSpec, layout: str, on_device: Callable[..., None]
 ) -> None:
-    on_device(device)
+    on_device(device, products=True)
     sizes = dict(hidden_size=512, intermediate_size=256)
     weights = cases.weights(cases.config(recipe, **sizes))
     layer = mm.MegaMoE(cases.config(recipe, **sizes), weights)
@@ -125,13 +116,13 @@ def test_a_layer_without_an_implementation(
 
 def test_what_keeps_a_layer_from_the_products(on_device: Callable[..., None]) -> None:
     own, weights = config("mxfp8"), load("mxfp8", checkpoint())
-    on_device(H200, installed=False)
-    assert mm.MegaMoE(own, weights).layout == "interleave8"
     on_device(H200)
+    assert mm.MegaMoE(own, weights).layout == "interleave8"
+    on_device(H200, products=True)
     assert mm.MegaMoE(own, weights, implementation="xla").layout == "interleave8"
     assert mm.MegaMoE(own, weights, mesh=cases.ep_mesh(2), axis="ep").layout == "interleave8"
     moved = mm.to_layout(weights, "humming_bf16")
-    on_device(H200, installed=False)
+    on_device(H200)
     assert mm.MegaMoE(own, moved).layout == "humming_bf16"
 
 
@@ -140,7 +131,7 @@ def test_a_layer_goes_by_measured_times(
     kind: str, on_device: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In mxfp4_block an H200 was faster with the products at all numbers of tokens."""
-    on_device(H200)
+    on_device(H200, products=True)
     monkeypatch.setattr(compile, "has_source", lambda _: True)
     own = cases.config("mxfp4_block", hidden_size=1024, intermediate_size=512)
     device: Any = FakeDevice(0, device_kind=kind)
@@ -150,7 +141,7 @@ def test_a_layer_goes_by_measured_times(
 
 def test_experts_with_biases(on_device: Callable[..., None]) -> None:
     """The fused kernel adds none, so the products run a recipe that it has."""
-    on_device(H200)
+    on_device(H200, products=True)
     own = cases.config("fp8_block", hidden_size=512, intermediate_size=256)
     plain = cases.weights(own)
     gate, up, down = mm.dequantize_experts(own, plain)
@@ -193,7 +184,8 @@ def test_files_hold_the_layout(recipe: str, tmp_path: Path) -> None:
 def test_replace_wants_the_shapes_of_the_layer() -> None:
     own, near, far = config("mxfp4_block"), checkpoint(), checkpoint(1, spread=20)
     layer = mm.MegaMoE(own, load("mxfp4_block", near, "humming_fp8"))
-    with pytest.raises(ValueError, match=r"w13_weight_scale_2: expected shape \[4\], got .*4, 256"):
+    text = "w13_weight_scale_2: expected shape [4], got shape [4, 256]; as the layer has"
+    with pytest.raises(ValueError, match=re.escape(text)):
         layer.replace(load("mxfp4_block", far, "humming_fp8"))
 
 
@@ -202,7 +194,7 @@ def test_gpt_oss_block_on_hopper(on_device: Callable[..., None]) -> None:
     make = mm.MegaMoEBlock.from_config
     options = dict(max_num_tokens=transformers_cases.TOKENS, weight_format="mxfp4")
     plain = make(GPT_OSS.hf_config, **options, implementation="xla")
-    on_device(H200)
+    on_device(H200, products=True)
     block = make(GPT_OSS.hf_config, **options)
     for each in (plain, block):
         each.load(transformers_cases.checkpoint(GPT_OSS), GPT_OSS.layer_index or 0)
