@@ -101,10 +101,10 @@ def grouped_weights(
     return to_grouped(stored, layers.layout_of(each.activations), by_row=by_row)
 
 
-def parameters(grouped: ExpertWeights) -> dict[str, Array]:
+def parameters(each: GroupedLayer, grouped: ExpertWeights) -> dict[str, Array]:
     """The parameters by operand; NVFP4's second inputs are scaled by 0.25."""
     arrays = grouped.routed.arrays()
-    if grouped.routed.w2_input_scale is not None:
+    if each.activations == "nvfp4":
         arrays["w2_weight_scale_2"] = grouped.routed.w2_weight_scale_2 * 0.25
         arrays["w2_input_scale"] = jnp.full(1, 0.25, jnp.float32)
     return arrays

@@ -124,7 +124,7 @@ def row(shape: str, recipe: tuple[str, str], num_tokens: int, weights: Any) -> R
     """Everything about one number of tokens."""
     each, stored = weights
     each = replace(each, num_tokens=num_tokens)
-    operands = grouped_layers.tokens(each) | grouped_layers.parameters(stored)
+    operands = grouped_layers.tokens(each) | grouped_layers.parameters(each, stored)
     experts = len(
         np.unique(np.asarray(operands["topk_ids"])[np.asarray(operands["topk_ids"]) >= 0])
     )
@@ -194,7 +194,7 @@ def gpt_oss(found: list[dict[str, Any]], token_counts: tuple[int, ...], num_laye
             weights: mm.ExpertWeights, call: dict[str, Array], layer: GroupedLayer = layer
         ) -> Array:
             def step(x: Array, one: mm.ExpertWeights) -> tuple[Array, None]:
-                operands = call | {"x": x} | grouped_layers.parameters(one)
+                operands = call | {"x": x} | grouped_layers.parameters(layer, one)
                 return x + grouped.launch_layer(layer, operands)["y"] * jnp.bfloat16(0), None
 
             return lax.scan(step, call["x"], weights)[0]

@@ -271,7 +271,7 @@ def moe(
         max_replicas=replicas,
         stats=with_stats,
     )
-    operands |= _parameters(weights, None)
+    operands |= _parameters(weights, config, None)
     out = launch_layer(described, operands)
     return out["y"], out.get("stats")
 
@@ -302,14 +302,14 @@ def rows(
     if described.weighs_in_combine:
         row_weights = jnp.ones_like(row_weights)
     operands = {"x": x, "topk_ids": expert_ids[:, None], "topk_weights": row_weights[:, None]}
-    return launch_layer(described, operands | _parameters(weights, axis))["y"]
+    return launch_layer(described, operands | _parameters(weights, config, axis))["y"]
 
 
-def _parameters(weights: ExpertWeights, axis: Axis | None) -> dict[str, Array]:
-    """The parameters by operand, NVFP4's with the scale of second inputs in their factor."""
+def _parameters(weights: ExpertWeights, config: MoEConfig, axis: Axis | None) -> dict[str, Array]:
+    """The parameters by operand, where second inputs have one scale with it in their factor."""
     routed = weights.routed
     arrays = routed.arrays()
-    if routed.w2_input_scale is not None:
+    if recipe_for(config, weights).activations.has_global_scale:
         scale = expert.input_scale(routed.w2_input_scale, axis)
         arrays["w2_weight_scale_2"] = routed.w2_weight_scale_2 * scale
         arrays["w2_input_scale"] = scale.reshape(1)

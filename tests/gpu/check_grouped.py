@@ -35,7 +35,7 @@ TOKENS = (1, 7, 64, 129, 700)
 VARIED = 64
 """Tokens at which a case also runs in other ways than it is planned."""
 REPEATS = 20
-SECONDS = 280
+SECONDS = 400
 SIZES = dict(num_experts=64, num_logical=64, top_k=8, hidden_size=1024, intermediate_size=768)
 
 
@@ -82,7 +82,7 @@ def run(checks: Checks, each: GroupedLayer) -> None:
     )
     for by_row in by_rows:
         weights = grouped_layers.grouped_weights(each, stored, by_row)
-        operands = call | grouped_layers.parameters(weights)
+        operands = call | grouped_layers.parameters(each, weights)
         for what, variant in variants(grouped_layers.described(each, weights)):
             name = name_of(each) + ", second scale by row" * bool(by_row) + what
             try:
@@ -107,7 +107,8 @@ def one(
     again = [bits(call(operands)["y"]) for _ in range(REPEATS)]
     same = sum(bool((first == each).all()) for each in again)
     checks.check(same == REPEATS, f"{name}, bits of repeats", f"{same} of {REPEATS} equal")
-    checks.check(not np.asarray(out["locks"]).any(), f"{name}, locks", "left clear")
+    if each.cuts:
+        checks.check(not np.asarray(out["locks"]).any(), f"{name}, locks", "left clear")
 
 
 def through_mega_moe(checks: Checks) -> None:

@@ -178,12 +178,13 @@ struct Sorter {
     }
   }
 
-  // Slots of each expert, from the sums over warps; all threads have counted.
-  __device__ __forceinline__ void lay_out() {
+  // Slots of each expert, from the sums over the first `warps`; all threads have counted.
+  __device__ __forceinline__ void lay_out(uint32_t warps) {
     for (uint32_t expert = threadIdx.x; expert < kExperts; expert += kThreads) {
       uint32_t sum = 0;
 #pragma unroll
       for (uint32_t each = 0; each < kWarps; ++each) {
+        if (each >= warps) break;
         const uint32_t number = counts[each][expert];
         counts[each][expert] = sum;
         sum += number;
@@ -216,6 +217,36 @@ struct Sorter {
       if (lane == kWarp - 1) starts[kExperts] = end;
     }
     __syncthreads();
+  }
+
+  // All of it for at most one row a thread, which stays in its registers: a decode step waits for
+  // this kernel, and most of that is the latency of one access after another.
+  template <typename ExpertOf>
+  __device__ __forceinline__ void sort_few(uint32_t* __restrict__ sorted_ids,
+                                           uint32_t* __restrict__ expert_ids, ExpertOf expert_of) {
+    const uint32_t row = threadIdx.x;
+    // Padding first, over which the rows are written: an expert that has any fills its last block.
+    const uint32_t most = rows + min(rows, kExperts) * (kBlockRows - 1);
+    for (uint32_t slot = row; slot < most; slot += kThreads) sorted_ids[slot] = rows;
+    const uint32_t warps = (rows + kWarp - 1) / kWarp;
+    const uint32_t expert = row < rows ? expert_of(row) : kNoExpert;
+    const Alike alike(expert);
+    if (warp < warps) {
+      for (uint32_t each = lane; each < kExperts; each += kWarp) counts[warp][each] = 0;
+      __syncwarp();
+      if (alike.before == 0 && expert != kNoExpert) counts[warp][expert] = alike.count;
+    }
+    __syncthreads();
+    lay_out(warps);
+    for (uint32_t each = row; each < kExperts; each += kThreads) {
+      const uint32_t end = starts[each + 1] / kBlockRows;
+      for (uint32_t block = starts[each] / kBlockRows; block < end; ++block) {
+        expert_ids[block] = each;
+      }
+    }
+    if (expert != kNoExpert) {
+      sorted_ids[starts[expert] + counts[warp][expert] + alike.before] = row;
+    }
   }
 
   __device__ __forceinline__ uint32_t slots_of(uint32_t expert) const {
@@ -293,8 +324,7 @@ __global__ void __launch_bounds__(kThreads)
     __shared__ uint32_t counts[kWarps][kExperts];
     __shared__ uint32_t totals[kExperts];
     __shared__ uint32_t starts[kExperts + 1];
-    Sorter<kThreads, kExperts, kBlockRows> sorter(counts, totals, starts, num_tokens * top_k);
-    sorter.count([=](uint32_t row) {
+    const auto expert_of = [=](uint32_t row) {
       const uint32_t token = row / top_k;
       const auto logical = static_cast<uint32_t>(topk_ids[row]);
       const bool padding = padding_mask != nullptr && padding_mask[token];
@@ -304,19 +334,28 @@ __global__ void __launch_bounds__(kThreads)
                                    : -1;
       row_experts[row] = expert;
       return static_cast<uint32_t>(expert);
-    });
+    };
+    const uint32_t num_rows = num_tokens * top_k;
+    Sorter<kThreads, kExperts, kBlockRows> sorter(counts, totals, starts, num_rows);
     for (uint32_t i = threadIdx.x; i < num_locks; i += kThreads) locks[i] = 0;
-    __syncthreads();
-    sorter.lay_out();
+    if (num_rows <= kThreads) {
+      sorter.sort_few(sorted_ids, expert_ids, expert_of);
+    } else {
+      sorter.count(expert_of);
+      __syncthreads();
+      sorter.lay_out(kWarps);
+      sorter.pad(sorted_ids, expert_ids);
+      // A thread reads here what it wrote itself.
+      sorter.place(sorted_ids, [=](uint32_t row) {
+        return static_cast<uint32_t>(row_experts[row]);
+      });
+    }
     if (threadIdx.x == 0) num_slots[0] = starts[kExperts];
     if (stats != nullptr) {
       for (uint32_t expert = threadIdx.x; expert < kExperts; expert += kThreads) {
         stats[expert] += static_cast<int32_t>(totals[expert]);
       }
     }
-    sorter.pad(sorted_ids, expert_ids);
-    // A thread reads here what it wrote itself.
-    sorter.place(sorted_ids, [=](uint32_t row) { return static_cast<uint32_t>(row_experts[row]); });
     return;
   }
 
@@ -425,12 +464,15 @@ __global__ void __launch_bounds__(kThreads)
   static_assert(kInter % 128 == 0 && kThreads % kWarp == 0, "whole groups and whole warps");
   constexpr uint32_t kVectors = kInter / 8;
   let_successor_start<kEarly>();
-  wait_for_predecessor<kEarly>();
   const size_t place = static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x;
   const auto row = static_cast<uint32_t>(place / kVectors);
   const uint32_t column = place % kVectors;
+  // The tables are older than the predecessor, which started after their kernel had ended.
   const int32_t expert = row < num_rows ? row_experts[row] : -1;
   const bool inside = expert >= 0;
+  const float weight = kWeighs && inside ? topk_weights[row] : 1.0f;
+  const float token_scale = inside && token_scales != nullptr ? token_scales[row / top_k] : 1.0f;
+  wait_for_predecessor<kEarly>();
 
   float values[8] = {};
   if (inside) {
@@ -439,11 +481,10 @@ __global__ void __launch_bounds__(kThreads)
     unpack(h[at], gate);
     unpack(h[at + kVectors], up);
     if (token_scales != nullptr) {
-      const float scale = token_scales[row / top_k];
 #pragma unroll
       for (uint32_t i = 0; i < 8; ++i) {
-        gate[i] = __fmul_rn(gate[i], scale);
-        up[i] = __fmul_rn(up[i], scale);
+        gate[i] = __fmul_rn(gate[i], token_scale);
+        up[i] = __fmul_rn(up[i], token_scale);
       }
     }
     if (bias != nullptr) {
@@ -460,7 +501,6 @@ __global__ void __launch_bounds__(kThreads)
         }
       }
     }
-    const float weight = kWeighs ? topk_weights[row] : 1.0f;
 #pragma unroll
     for (uint32_t i = 0; i < 8; ++i) {
       const float g = kRounds ? rounded_to_bf16(gate[i]) : gate[i];
@@ -484,25 +524,32 @@ __global__ void __launch_bounds__(kThreads)
                  const float* __restrict__ topk_weights, const float4* __restrict__ bias,
                  uint4* __restrict__ y, uint32_t num_tokens) {
   constexpr uint32_t kVectors = kHidden / 8;
-  wait_for_predecessor<kEarly>();
   const size_t place = static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x;
   const auto token = static_cast<uint32_t>(place / kVectors);
   const uint32_t column = place % kVectors;
   if (token >= num_tokens) return;
+  const bool weighs = kWeighs || bias != nullptr;
   int32_t experts[kTopK];
+  float weights[kTopK];
+#pragma unroll
+  for (uint32_t k = 0; k < kTopK; ++k) {
+    const size_t row = static_cast<size_t>(token) * kTopK + k;
+    // As in `activate_rows`: older than what is waited for.
+    experts[k] = row_experts[row];
+    weights[k] = weighs ? topk_weights[row] : 1.0f;
+  }
+  wait_for_predecessor<kEarly>();
   uint4 eights[kTopK];
 #pragma unroll
   for (uint32_t k = 0; k < kTopK; ++k) {
     const size_t row = static_cast<size_t>(token) * kTopK + k;
-    experts[k] = row_experts[row];
     eights[k] = experts[k] >= 0 ? outputs[row * kVectors + column] : uint4{};
   }
   float sums[8] = {};
 #pragma unroll
   for (uint32_t k = 0; k < kTopK; ++k) {
     if (experts[k] < 0) continue;
-    const bool weighs = kWeighs || bias != nullptr;
-    const float weight = weighs ? topk_weights[static_cast<size_t>(token) * kTopK + k] : 1.0f;
+    const float weight = weights[k];
     float values[8];
     unpack(eights[k], values);
     if (bias != nullptr) {

@@ -30,6 +30,8 @@ _HEADER = "grouped.cuh"
 MAX_EXPERTS = 512
 """Experts of one rank that the sorting block has room for."""
 _WIDE_SORT = 256
+_FEW_ROWS = 256
+"""Up to so many rows the sorting block has a thread for each and no more: it starts sooner."""
 _THREADS, _COMBINE_THREADS = 256, 128
 
 ROWS = {
@@ -146,6 +148,11 @@ class GroupedLayer:
         """Whether launches may start early."""
         return self.early and self.arch >= 90
 
+    @property
+    def cuts(self) -> bool:
+        """Whether a product's tiles are cut along K, and its blocks meet at locks."""
+        return any(self.tiles(w2).stream_k for w2 in (False, True))
+
     def product(self, w2: bool) -> Product:
         """The first product, or the second."""
         n = self.hidden_size if w2 else 2 * self.intermediate_size
@@ -201,10 +208,11 @@ def _scratch(layer: GroupedLayer, block_m: int) -> tuple[tuple[str, tuple[int, .
         ("sorted_ids", (slots,), "uint32"),
         ("expert_ids", (slots // block_m,), "uint32"),
         ("num_slots", (1,), "uint32"),
-        ("locks", (humming.num_locks(layer.num_sms),), "int32"),
         ("h", (rows, 2 * inter), "bfloat16"),
         ("outputs", (rows, hidden), "bfloat16"),
     ]
+    if layer.cuts:
+        arrays.append(("locks", (humming.num_locks(layer.num_sms),), "int32"))
     dtype = "float8_e4m3fn" if layer.activations == "fp8_block" else "bfloat16"
     arrays.append(("hidden_rows", (rows, inter), dtype))
     if layer.activations != "bf16":
@@ -235,6 +243,8 @@ def _own(
 def _group(layer: GroupedLayer, block_m: int) -> KernelLaunch:
     """Block 0 sorts, the others quantise."""
     threads = 1024 if layer.num_experts <= _WIDE_SORT else 512
+    if layer.rows <= _FEW_ROWS:
+        threads = _FEW_ROWS
     kernel = _own(
         layer,
         "group_tokens",
@@ -260,7 +270,8 @@ def _group(layer: GroupedLayer, block_m: int) -> KernelLaunch:
         optional("padding_mask", "padding_mask", layer.padding_mask),
         optional("logical_to_physical", "logical_to_physical", mapped),
         optional("num_replicas", "num_replicas", mapped),
-        *map(_pointer, ("row_experts", "sorted_ids", "expert_ids", "num_slots", "locks")),
+        *map(_pointer, ("row_experts", "sorted_ids", "expert_ids", "num_slots")),
+        optional("locks", "locks", layer.cuts),
         optional("stats", "stats", layer.stats),
         optional("rows", "token_rows", quantises),
         optional("row_scales", "token_scales", scaled),
@@ -268,7 +279,7 @@ def _group(layer: GroupedLayer, block_m: int) -> KernelLaunch:
         Uint32("top_k", layer.top_k),
         Uint32("num_logical", layer.num_logical),
         Uint32("max_replicas", layer.max_replicas),
-        Uint32("num_locks", humming.num_locks(layer.num_sms)),
+        Uint32("num_locks", humming.num_locks(layer.num_sms) * layer.cuts),
     )
     config = LaunchConfig((1 + blocks * quantises, 1, 1), (threads, 1, 1))
     return KernelLaunch(kernel, config, arguments)
