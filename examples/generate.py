@@ -13,7 +13,7 @@ import argparse
 import json
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -34,6 +34,9 @@ from jax_megamoe.weights.checkpoint.tensors import Checkpoint
 
 FULL = 1 << 30
 """The window of a layer that attends to every position."""
+
+Read = Callable[[str], Any]
+"""An array of a checkpoint by its name."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,11 @@ def rotary_frequencies(raw: dict[str, Any]) -> tuple[np.ndarray, float]:
 
 
 class Cache(NamedTuple):
-    """Keys and values, bfloat16 [layers, sequences, positions, kv_heads, head_dim]."""
+    """Keys and values of all layers, bfloat16 [layers, sequences, kv_heads, positions, head_dim].
+
+    Layers write their rows in place. Positions are next to last: each head's matrix lies in one
+    piece, as a batched product reads it.
+    """
 
     keys: Any
     values: Any
@@ -136,27 +143,27 @@ def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
 class Attention(nnx.Module):
     """Grouped-query attention. Weights are [out, in], as checkpoints have them."""
 
-    def __init__(self, config: DecoderConfig, tensors: Checkpoint, prefix: str) -> None:
-        def read(name: str) -> nnx.Param[jax.Array]:
-            return nnx.Param(jnp.asarray(tensors.tensor(f"{prefix}.{name}").read()))
+    def __init__(self, config: DecoderConfig, read: Read, prefix: str) -> None:
+        def held(name: str) -> nnx.Param[jax.Array]:
+            return nnx.Param(jnp.asarray(read(f"{prefix}.{name}")))
 
         self.config = config
         parts = ("q_proj", "k_proj", "v_proj", "o_proj")
-        self.weights = nnx.Dict({part: read(f"{part}.weight") for part in parts})
+        self.weights = nnx.Dict({part: held(f"{part}.weight") for part in parts})
         self.biases = nnx.Dict(
-            {part: read(f"{part}.bias") for part in parts} if config.has_biases else {}
+            {part: held(f"{part}.bias") for part in parts} if config.has_biases else {}
         )
         self.norms = nnx.Dict(
-            {part: read(f"{part}.weight") for part in ("q_norm", "k_norm")}
+            {part: held(f"{part}.weight") for part in ("q_norm", "k_norm")}
             if config.has_norms
             else {}
         )
-        self.sinks = read("sinks") if config.has_sinks else None
+        self.sinks = held("sinks") if config.has_sinks else None
 
     def __call__(
-        self, x: jax.Array, positions: jax.Array, window: jax.Array, cache: Cache
+        self, x: jax.Array, positions: jax.Array, window: jax.Array, cache: Cache, index: jax.Array
     ) -> tuple[jax.Array, Cache]:
-        """x [B, T, H] at positions [B, T]; the layer's cache comes back with them in it."""
+        """x [B, T, H] at positions [B, T]; the cache comes back with them in layer `index` of it."""
         config = self.config
         q = self._heads("q_proj", x, config.num_heads)
         k = self._heads("k_proj", x, config.num_kv_heads)
@@ -165,13 +172,16 @@ class Attention(nnx.Module):
             q = rms_norm(q, self.norms["q_norm"][...], config.epsilon)
             k = rms_norm(k, self.norms["k_norm"][...], config.epsilon)
         sequence = jnp.arange(len(x))[:, None]
-        keys = cache.keys.at[sequence, positions].set(self._rotated(k, positions))
-        values = cache.values.at[sequence, positions].set(v)
+        place = (index, sequence, slice(None), positions)
+        cache = Cache(
+            cache.keys.at[place].set(self._rotated(k, positions)), cache.values.at[place].set(v)
+        )
+        keys, values = (jax.lax.dynamic_index_in_dim(a, index, keepdims=False) for a in cache)
         q = self._rotated(q, positions)
         groups = q.reshape(*q.shape[:2], config.num_kv_heads, -1, config.head_dim)
-        scores = jnp.einsum("btkgd,bskd->bkgts", groups, keys).astype(jnp.float32)
+        scores = jnp.einsum("btkgd,bksd->bkgts", groups, keys).astype(jnp.float32)
         scores *= config.head_dim**-0.5
-        distance = positions[:, :, None] - jnp.arange(keys.shape[1])
+        distance = positions[:, :, None] - jnp.arange(keys.shape[2])
         seen = (distance >= 0) & (distance < window)
         scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
         sink = jnp.float32(-jnp.inf)
@@ -180,8 +190,8 @@ class Attention(nnx.Module):
         largest = jnp.maximum(scores.max(-1, keepdims=True), sink)
         weights = jnp.exp(scores - largest)
         total = weights.sum(-1, keepdims=True) + jnp.exp(sink - largest)
-        mixed = jnp.einsum("bkgts,bskd->btkgd", (weights / total).astype(v.dtype), values)
-        return self._project("o_proj", mixed.reshape(*x.shape[:2], -1)), Cache(keys, values)
+        mixed = jnp.einsum("bkgts,bksd->btkgd", (weights / total).astype(v.dtype), values)
+        return self._project("o_proj", mixed.reshape(*x.shape[:2], -1)), cache
 
     def _project(self, part: str, x: jax.Array) -> jax.Array:
         y = x @ self.weights[part][...].T
@@ -201,22 +211,21 @@ class Attention(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """One decoder layer."""
+    """One decoder layer: attention and the given block."""
 
     def __init__(
-        self, config: DecoderConfig, folder: Path, tensors: Checkpoint, index: int, **block: Any
+        self, config: DecoderConfig, read: Read, index: int, block: mm.MegaMoEBlock
     ) -> None:
         prefix = f"model.layers.{index}"
 
         def norm(name: str) -> nnx.Param[jax.Array]:
-            return nnx.Param(jnp.asarray(tensors.tensor(f"{prefix}.{name}.weight").read()))
+            return nnx.Param(jnp.asarray(read(f"{prefix}.{name}.weight")))
 
         self.epsilon = config.epsilon
         self.input_norm = norm("input_layernorm")
-        self.attention = Attention(config, tensors, f"{prefix}.self_attn")
+        self.attention = Attention(config, read, f"{prefix}.self_attn")
         self.block_norm = norm("post_attention_layernorm")
-        self.block = mm.MegaMoEBlock.from_config(folder / "config.json", layer_index=index, **block)
-        self.block.load(folder, index)
+        self.block = block
 
     def __call__(
         self,
@@ -225,47 +234,61 @@ class Layer(nnx.Module):
         padding: jax.Array,
         window: jax.Array,
         cache: Cache,
+        index: jax.Array,
     ) -> tuple[jax.Array, Cache]:
         """x [B, T, H]; see `Attention`. Padding, bool [B, T], reaches no expert."""
-        mixed, cache = self.attention(
-            rms_norm(x, self.input_norm[...], self.epsilon), positions, window, cache
-        )
-        x = x + mixed
-        normed = rms_norm(x, self.block_norm[...], self.epsilon)
-        return x + self.block(normed, padding_mask=padding), cache
+        with jax.named_scope("attention"):
+            normed = rms_norm(x, self.input_norm[...], self.epsilon)
+            mixed, cache = self.attention(normed, positions, window, cache, index)
+            x = x + mixed
+        with jax.named_scope("experts"):
+            normed = rms_norm(x, self.block_norm[...], self.epsilon)
+            return x + self.block(normed, padding_mask=padding), cache
 
 
 class Decoder(nnx.Module):
-    """The model: embedding, stacked layers, final norm and head.
+    """The model: embedding, stacked layers, final norm and head."""
 
-    Args:
-        folder: of the model, as Hugging Face saves it.
-        mesh: devices, with the axis "ep"; None: the default device.
-        max_num_tokens: most tokens of one call on each device.
-        **block: further arguments of `MegaMoEBlock.from_config`.
-    """
+    def __init__(self, config: DecoderConfig, read: Read, layers: Layer) -> None:
+        """Makes it of `stacked` layers and what `read` has of the rest."""
 
-    def __init__(
-        self, folder: Path, *, mesh: Mesh | None = None, max_num_tokens: int, **block: Any
-    ) -> None:
+        def held(name: str) -> nnx.Param[jax.Array]:
+            return nnx.Param(jnp.asarray(read(name)))
+
+        self.config = config
+        self.layers = layers
+        self.embedding = held("model.embed_tokens.weight")
+        self.norm = held("model.norm.weight")
+        self.head = None if config.tied_embeddings else held("lm_head.weight")
+
+    @classmethod
+    def load(
+        cls, folder: Path, *, mesh: Mesh | None = None, max_num_tokens: int, **block: Any
+    ) -> "Decoder":
+        """A model from its folder, as Hugging Face saves it.
+
+        Args:
+            folder: of config.json and safetensors files.
+            mesh: devices, with the axis "ep"; None: the default device.
+            max_num_tokens: most tokens of one call on each device.
+            **block: further arguments of `MegaMoEBlock.from_config`.
+        """
         tensors = Checkpoint(folder)
-        self.config = config = DecoderConfig.read(folder)
-        axis = None if mesh is None else "ep"
-        layers = [
-            Layer(
-                config, folder, tensors, index, mesh=mesh, axis=axis,
-                max_num_tokens=max_num_tokens, **block,
-            )
-            for index in range(len(config.windows))
-        ]  # fmt: skip
-        self.layers = stacked(layers)
+        config = DecoderConfig.read(folder)
+        block |= dict(mesh=mesh, axis=None if mesh is None else "ep", max_num_tokens=max_num_tokens)
 
-        def read(name: str) -> nnx.Param[jax.Array]:
-            return nnx.Param(jnp.asarray(tensors.tensor(name).read()))
+        def read(name: str) -> Any:
+            return tensors.tensor(name).read()
 
-        self.embedding = read("model.embed_tokens.weight")
-        self.norm = read("model.norm.weight")
-        self.head = None if config.tied_embeddings else read("lm_head.weight")
+        def layers() -> Iterator[Layer]:
+            for index in range(len(config.windows)):
+                experts = mm.MegaMoEBlock.from_config(
+                    folder / "config.json", layer_index=index, **block
+                )
+                experts.load(folder, index)
+                yield Layer(config, read, index, experts)
+
+        return cls(config, read, stacked(layers(), len(config.windows)))
 
     def __call__(
         self, tokens: jax.Array, positions: jax.Array, padding: jax.Array, cache: Cache
@@ -273,14 +296,14 @@ class Decoder(nnx.Module):
         """Logits float32 [B, T, vocabulary] of tokens [B, T] at their positions, and the cache."""
         graph, state = nnx.split(self.layers)
 
-        def step(x: jax.Array, of_layer: Any) -> tuple[jax.Array, Cache]:
-            layer_state, window, layer_cache = of_layer
+        def step(carry: tuple[jax.Array, Cache], of_layer: Any) -> tuple[Any, None]:
+            layer_state, window, index = of_layer
             layer = nnx.merge(graph, layer_state)
-            return layer(x, positions, padding, window, layer_cache)
+            return layer(carry[0], positions, padding, window, carry[1], index), None
 
         windows = jnp.asarray(self.config.windows, jnp.int32)
         x = self.embedding[...][tokens]
-        x, cache = jax.lax.scan(step, x, (state, windows, cache))
+        (x, cache), _ = jax.lax.scan(step, (x, cache), (state, windows, jnp.arange(len(windows))))
         x = rms_norm(x, self.norm[...], self.config.epsilon)
         head = self.embedding if self.head is None else self.head
         return (x @ head[...].T).astype(jnp.float32), cache
@@ -288,27 +311,39 @@ class Decoder(nnx.Module):
     def empty_cache(self, sequences: int, length: int) -> Cache:
         """A cache for so many sequences of so many positions."""
         config = self.config
-        shape = (len(config.windows), sequences, length, config.num_kv_heads, config.head_dim)
+        shape = (len(config.windows), sequences, config.num_kv_heads, length, config.head_dim)
         return Cache(*(jnp.zeros(shape, jnp.bfloat16) for _ in range(2)))
 
 
-def stacked(layers: Sequence[Layer]) -> Layer:
-    """Layers of one structure as one, whose arrays have a leading axis for them."""
-    graph, *_ = (nnx.split(layer)[0] for layer in layers)
-    states = [nnx.split(layer)[1] for layer in layers]
+def stacked(layers: Iterable[Layer], count: int) -> Layer:
+    """`count` layers of one structure as one, whose arrays have a leading axis for them.
 
-    def stack(*arrays: jax.Array) -> jax.Array:
-        sharding = arrays[0].sharding
-        if isinstance(sharding, NamedSharding):
-            sharding = NamedSharding(sharding.mesh, P(None, *sharding.spec))
-            return jax.jit(lambda *a: jnp.stack(a), out_shardings=sharding)(*arrays)
-        return jnp.stack(arrays)
+    Each is put in its place as it comes, so that the model is never there twice.
+    """
+    graph, stack = None, None
+    for index, layer in enumerate(layers):
+        structure, state = nnx.split(layer)
+        if stack is None:
+            graph, stack = structure, jax.tree.map(partial(_room, count), state)
+        stack = jax.tree.map(partial(_put, index=jnp.int32(index)), stack, state)
+    return nnx.merge(graph, stack)
 
-    return nnx.merge(graph, jax.tree.map(stack, *states))
+
+def _room(count: int, array: jax.Array) -> jax.Array:
+    """Zeros for so many arrays like this one, split as it is."""
+    split = None
+    if isinstance(array.sharding, NamedSharding):
+        split = NamedSharding(array.sharding.mesh, P(None, *array.sharding.spec))
+    return jnp.zeros((count, *array.shape), array.dtype, device=split)
 
 
-@nnx.jit(donate_argnames="cache")
-def prefill(
+@partial(jax.jit, donate_argnums=0)
+def _put(stack: jax.Array, one: jax.Array, index: jax.Array) -> jax.Array:
+    """The stack with `one` at a place."""
+    return jax.lax.dynamic_update_index_in_dim(stack, one, index, 0)
+
+
+def after_prompts(
     model: Decoder, tokens: jax.Array, lengths: jax.Array, cache: Cache
 ) -> tuple[jax.Array, Cache]:
     """Logits [B, vocabulary] after each prompt of tokens [B, T], and the cache with all of them."""
@@ -317,14 +352,17 @@ def prefill(
     return jnp.take_along_axis(logits, lengths[:, None, None] - 1, axis=1)[:, 0], cache
 
 
-@nnx.jit(donate_argnames="cache")
-def decode(
+def after_token(
     model: Decoder, tokens: jax.Array, lengths: jax.Array, cache: Cache
 ) -> tuple[jax.Array, Cache]:
     """Logits [B, vocabulary] after one token [B] more, which lies at position `lengths`."""
     padding = jnp.zeros((len(tokens), 1), bool)
     logits, cache = model(tokens[:, None], lengths[:, None], padding, cache)
     return logits[:, 0], cache
+
+
+prefill = nnx.jit(after_prompts, donate_argnames="cache")
+decode = nnx.jit(after_token, donate_argnames="cache")
 
 
 def generate(
@@ -397,7 +435,7 @@ def tiny() -> None:
     prompts = [[1 + 7 * i + j for j in range(3 + i % 4)] for i in range(8)]
     with tempfile.TemporaryDirectory() as folder:
         write_tiny_model(Path(folder), TINY)
-        load = partial(Decoder, Path(folder), max_num_tokens=64)
+        load = partial(Decoder.load, Path(folder), max_num_tokens=64)
         spread = generate(load(mesh=mesh), prompts, 16, mesh)
         alone = generate(load(), prompts, 16)
     print(f"{len(prompts)} sequences of 16 tokens over {mesh.size} devices")
@@ -427,7 +465,7 @@ def main() -> None:
         ids = [int(each) for each in arguments.ids.split(",")]
     else:
         parser.error("a folder needs a prompt: --ids or --text")
-    model = Decoder(arguments.folder, max_num_tokens=len(ids))
+    model = Decoder.load(arguments.folder, max_num_tokens=len(ids))
     new = generate(model, [ids], arguments.new)[0].tolist()
     print(tokenizer.decode(new) if tokenizer else " ".join(map(str, new)))
 

@@ -39,7 +39,7 @@ def test_as_transformers(name: str, generate: ModuleType, tmp_path: Path) -> Non
     """Four prompts of different lengths in one batch, over four expert-parallel devices."""
     cases.write(tmp_path, name)
     mesh = jax.make_mesh((4,), ("ep",), (AxisType.Auto,), devices=jax.devices()[:4])
-    model = generate.Decoder(tmp_path, mesh=mesh, max_num_tokens=16)
+    model = generate.Decoder.load(tmp_path, mesh=mesh, max_num_tokens=16)
     prompts = cases.PROMPTS[name]
     longest = max(map(len, prompts))
     tokens = np.zeros((len(prompts), longest), np.int32)
