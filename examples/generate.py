@@ -69,7 +69,11 @@ class DecoderConfig:
     @classmethod
     def read(cls, folder: Path) -> "DecoderConfig":
         """From a model's folder. Raises ValueError for a model of another family."""
-        raw = json.loads((folder / "config.json").read_text())
+        return cls.of(json.loads((folder / "config.json").read_text()))
+
+    @classmethod
+    def of(cls, raw: dict[str, Any]) -> "DecoderConfig":
+        """From what config.json holds. Raises ValueError for a model of another family."""
         family = raw["model_type"]
         if family not in ("qwen3_moe", "gpt_oss"):
             raise ValueError(f"model_type: expected qwen3_moe or gpt_oss, got {family!r}")
@@ -163,7 +167,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x: jax.Array, positions: jax.Array, window: jax.Array, cache: Cache, index: jax.Array
     ) -> tuple[jax.Array, Cache]:
-        """x [B, T, H] at positions [B, T]; the cache comes back with them in layer `index` of it."""
+        """x [B, T, H] at positions [B, T]; the cache comes back with them in layer `index`."""
         config = self.config
         q = self._heads("q_proj", x, config.num_heads)
         k = self._heads("k_proj", x, config.num_kv_heads)

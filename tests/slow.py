@@ -17,6 +17,7 @@ SLOW = (
     "emulator",
     "ffi/test_fuzz.py",
     "ffi/test_processes.py",
+    "gpu/test_decoder.py",
     "kernels",
     "launch",
     "nn",

@@ -190,6 +190,25 @@ def try_route(
     return route
 
 
+def planned(
+    config: MoEConfig,
+    route: GroupedRoute,
+    weights: ExpertWeights,
+    num_tokens: int,
+    *,
+    padding_mask: bool = False,
+) -> LaunchPlan:
+    """The plan of a call on one rank, by logical ids, for kernels that are compiled before it.
+
+    Args:
+        config, route, weights: as of `moe`.
+        num_tokens: rows of the call.
+        padding_mask: whether it has a mask.
+    """
+    described = _described(config, route, weights, num_tokens)
+    return layer.plan_grouped(dataclasses.replace(described, padding_mask=padding_mask))
+
+
 def _described(
     config: MoEConfig, route: GroupedRoute, weights: ExpertWeights, num_tokens: int
 ) -> layer.GroupedLayer:

@@ -1,6 +1,6 @@
 """Imports the scripts that need a GPU, and calls for their help; test_scripts.py runs it on a CPU.
 
-    PYTHONPATH=.:tests:tests/gpu:benchmarks/gpu python tests/gpu/dry_run.py SCRIPT ...
+    PYTHONPATH=.:examples:tests:tests/gpu:benchmarks/gpu python tests/gpu/dry_run.py SCRIPT ...
 
 Prints a line for each fault: a module that does not import, a name that an imported module does
 not have, a command line that does not parse. PyTorch is replaced by an empty module where it is

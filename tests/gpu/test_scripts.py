@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = (ROOT, ROOT / "tests", ROOT / "tests/gpu", ROOT / "benchmarks/gpu")
+FOLDERS = (
+    ROOT,
+    ROOT / "examples",
+    ROOT / "tests",
+    ROOT / "tests/gpu",
+    ROOT / "benchmarks/gpu",
+)
 SCRIPTS = tuple(
     path
     for folder in (ROOT / "benchmarks/gpu", ROOT / "tests/gpu")
