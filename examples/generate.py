@@ -324,7 +324,8 @@ def stacked(layers: Iterable[Layer], count: int) -> Layer:
 
     Each is put in its place as it comes, so that the model is never there twice.
     """
-    graph, stack = None, None
+    graph: Any = None
+    stack: Any = None
     for index, layer in enumerate(layers):
         structure, state = nnx.split(layer)
         if stack is None:
