@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 import jax_megamoe as mm
 from jax_megamoe.cli.gpu.contenders import random_matrices
-from jax_megamoe.cli.gpu.measure import routing
+from jax_megamoe.cli.gpu.routings import routing
 from jax_megamoe.weights.drawn import random_experts
 
 Json = dict[str, Any]

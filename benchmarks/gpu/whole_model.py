@@ -34,7 +34,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 import jax_megamoe as mm
-from jax_megamoe.cli.gpu.measure import routing
+from jax_megamoe.cli.gpu.routings import routing
 from jax_megamoe.plan import plan_mega_moe
 from jax_megamoe.runtime.devices import device_spec
 from jax_megamoe.weights.drawn import random_experts

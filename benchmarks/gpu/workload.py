@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
-from jax_megamoe.cli.gpu import measure
+from jax_megamoe.cli.gpu import routings
 from jax_megamoe.cli.gpu.models import MODELS
 from jax_megamoe.compile import compile_many
 from jax_megamoe.config import Activation, MoEConfig
@@ -55,7 +55,7 @@ def weights(cfg: MoEConfig, seed: int = 0) -> ExpertWeights:
     return jax.block_until_ready(random_experts(cfg, jax.random.key(seed)))
 
 
-tokens = jax.jit(measure.tokens, static_argnames=("sizes", "num_tokens", "seed"))
+tokens = routings.drawn
 
 
 def record_operands(x: Array, ids: Array, factors: Array, params: ExpertWeights) -> dict[str, int]:

@@ -12,11 +12,12 @@ import pytest
 from command_line import RUN, run
 
 import jax_megamoe as mm
-from jax_megamoe.cli.gpu import contenders, measure
-from jax_megamoe.cli.gpu.measure import ROUTINGS, Request, recipes_of
-from jax_megamoe.cli.gpu.models import MODELS, TINY
+from jax_megamoe.cli.gpu import contenders, measure, routings
+from jax_megamoe.cli.gpu.measure import Request, recipes_of
+from jax_megamoe.cli.gpu.models import BF16_ROWS, MODELS, TINY
 from jax_megamoe.cli.gpu.picture import save_picture
 from jax_megamoe.cli.gpu.result import Ceilings, GpuResult, Timing, compared, read_result
+from jax_megamoe.cli.gpu.routings import ROUTINGS
 from jax_megamoe.cli.main import main
 from jax_megamoe.launch import measured as measured_times
 
@@ -102,9 +103,14 @@ def test_picture(tmp_path: Path) -> None:
 def test_every_row_is_timed_and_progress_is_told() -> None:
     """The clock replaced: every program takes 1600 us, a layer of its 16 100."""
     said: list[tuple[str, float]] = []
-    request = Request({"tiny": TINY}, ("mxfp4",), (1, 8), ("grouped", "xla"))
+    saved: list[GpuResult] = []
+    series = (("grouped", "mxfp4"), ("xla", "mxfp4"), ("ragged_dot", "bf16"))
+    request = Request({"tiny": TINY}, token_counts=(1, 8), series=series)
     result = measure.measure(
-        request, timer=lambda _: 1600.0, progress=lambda *each: said.append(each)
+        request,
+        timer=lambda _: 1600.0,
+        progress=lambda *each: said.append(each),
+        save=saved.append,
     )
     rows = {(e.implementation, e.recipe, e.num_tokens): e for e in result.timings}
     ran = {key for key, each in rows.items() if each.microseconds == 100}
@@ -119,7 +125,43 @@ def test_every_row_is_timed_and_progress_is_told() -> None:
     assert rows["xla", "mxfp4", 8].flops == 2 * 8 * 4 * weights
     assert result.ceilings.copy_bytes_per_second == pytest.approx(2 * (1 << 20) / 1600e-6)
     assert [share for _, share in said] == sorted(share for _, share in said)
-    assert said[1] == ("tiny grouped mxfp4 parameters", 0.0) and said[-1] == ("done", 1.0)
+    assert said[1] == ("compiling", 0.0) and said[-1] == ("done", 1.0)
+    # What is compared first is timed first; the table has the order of the request.
+    assert said[2][0] == "tiny ragged_dot bf16 1 tokens: 100.0 us"
+    assert [len(each.timings) for each in saved] == [1, 2, 3, 4, 5, 6, 6]
+    assert [e.series for e in result.timings[::2]] == list(series)
+
+
+def test_no_time_is_left() -> None:
+    """Layers that were not reached say so; nothing of them runs."""
+    request = Request(
+        {"tiny": TINY}, token_counts=(1,), series=(("ragged_dot", "bf16"),), seconds=0.0
+    )
+    (row,) = measure.measure(request, timer=lambda _: 1600.0).timings
+    assert (row.microseconds, row.why) == (None, measure.LATE)
+
+
+def test_slow_calls_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of a second runs twice, one of a millisecond as often as fills the time."""
+    now = [0.0]
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
+    for taken, times in ((1.0, 2), (1e-3, 2 + 5 * 49)):
+        calls = []
+
+        def call(taken: float = taken, calls: list[int] = calls) -> None:
+            now[0] += taken
+            calls.append(1)
+
+        assert measure.timed(call) == pytest.approx(1e6 * taken)
+        assert len(calls) in (times, times + 5)
+
+
+def test_bf16_rows_are_grouped_alone() -> None:
+    """MXFP4 beside BF16 rows is no recipe of a config: other implementations say so."""
+    with pytest.raises(NotImplementedError, match="expected grouped, the one that multiplies MXF"):
+        contenders.OURS["deep_gemm"](TINY, BF16_ROWS, 8)
+    with pytest.raises(NotImplementedError, match="expected a CUDA device"):
+        contenders.OURS["grouped"](TINY, BF16_ROWS, 8)
 
 
 def test_routings_take_turns() -> None:
@@ -131,7 +173,7 @@ def test_routings_take_turns() -> None:
         return x
 
     x = jnp.ones((1, 4), jnp.bfloat16)
-    y = measure.rotated(layer, 32)(x, jnp.full((1, 1), 3, jnp.int32))
+    y = routings.rotated(layer, 32)(x, jnp.full((1, 1), 3, jnp.int32))
     jax.effects_barrier()
     assert seen == [(3 + 2 * n) % 32 for n in range(ROUTINGS)]
     np.testing.assert_array_equal(np.asarray(y, np.float32), 1)
@@ -139,8 +181,8 @@ def test_routings_take_turns() -> None:
 
 def test_ragged_layer_is_the_layer() -> None:
     config = TINY.config("bf16", 32)
-    x, ids, factors = measure.tokens(TINY, 32)
-    w13, w2 = contenders.PEERS["ragged_dot"](TINY, "bf16", 32).parameters
+    x, ids, factors = routings.tokens(TINY, 32)
+    w13, w2 = contenders.PEERS["ragged_dot"](TINY, "bf16", 32).make(jax.random.key(0))
     gate, up = jnp.split(w13.swapaxes(1, 2), 2, axis=1)
     weights = mm.quantize_experts(config, gate, up, w2.swapaxes(1, 2))
     want = mm.einsum_moe(x, ids, factors, weights, config=config, exact=True)

@@ -1,6 +1,8 @@
 """The arguments of `bench gpu`, and what it prints and writes."""
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,8 +12,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from jax_megamoe import _checks, _files
 from jax_megamoe.cli.gpu.contenders import IMPLEMENTATIONS
-from jax_megamoe.cli.gpu.measure import Request, Timer, measure, needs_gpu, timed
-from jax_megamoe.cli.gpu.models import MODELS, TINY, Model
+from jax_megamoe.cli.gpu.machine import Timer
+from jax_megamoe.cli.gpu.measure import Request, measure, needs_gpu, timed
+from jax_megamoe.cli.gpu.models import BF16_ROWS, MODELS, TINY, Model
 from jax_megamoe.cli.gpu.picture import save_picture
 from jax_megamoe.cli.gpu.result import GpuResult, compared, read_result
 from jax_megamoe.formats import RECIPES
@@ -21,6 +24,7 @@ SUMMARY = "every implementation and peer that can run, on this machine's GPU, fo
 
 _TOKENS = (1, 8, 64, 256, 1024, 4096)
 _TINY_TOKENS = (1, 8, 64)
+_RECIPES = [*RECIPES, BF16_ROWS]
 _SIZES = {
     "experts": "num_experts",
     "top_k": "top_k",
@@ -39,15 +43,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         name = f"--{option.replace('_', '-')}"
         parser.add_argument(name, type=int, help=f"{field} of a layer of your own; all four")
     parser.add_argument(
-        "--recipes", nargs="+", choices=list(RECIPES), metavar="RECIPE",
-        help=f"of {', '.join(RECIPES)} (those that the GPU has a fused kernel for)",
+        "--recipes", nargs="+", choices=_RECIPES, metavar="RECIPE",
+        help=f"of {', '.join(_RECIPES)} (those that the GPU has a fused kernel for)",
     )  # fmt: skip
     parser.add_argument("--tokens", type=int, nargs="+", help=f"({' '.join(map(str, _TOKENS))})")
     parser.add_argument(
         "--implementations", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS),
         metavar="NAME", help=f"of {', '.join(IMPLEMENTATIONS)} (all)",
     )  # fmt: skip
-    parser.add_argument("--no-peers", action="store_true", help="leave out ragged_dot and tokamax")
+    parser.add_argument(
+        "--no-peers",
+        action="store_true",
+        help="leave out what others have: ragged_dot, and if they are installed tokamax, "
+        "triton_kernels and Humming",
+    )
+    parser.add_argument(
+        "--seconds", type=float, help="time nothing more after so many, compiling included"
+    )
     parser.add_argument(
         "--device", choices=("gpu", "cpu"), default="gpu",
         help="cpu: try the command at a small size; the times say nothing of a GPU",
@@ -78,10 +90,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str], *, timer: Timer = ti
         OSError: a file that cannot be read or written.
         ImportError: a picture without matplotlib.
     """
-    if arguments.device == "cpu":
-        jax.config.update("jax_platforms", "cpu")
-    else:
-        needs_gpu(jax.devices()[0])
+    use_device(arguments.device)
     old = read_result(arguments.compare) if arguments.compare else None
     default = _TINY_TOKENS if arguments.device == "cpu" else _TOKENS
     counts = [_checks.integer("tokens", each, minimum=1) for each in arguments.tokens or default]
@@ -92,21 +101,13 @@ def run(arguments: argparse.Namespace, argv: Sequence[str], *, timer: Timer = ti
         implementations=tuple(dict.fromkeys(arguments.implementations)),
         peers=not arguments.no_peers,
         command=" ".join(argv),
+        seconds=arguments.seconds,
     )
-    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=1.0)
-        result = measure(
-            request,
-            timer=timer,
-            progress=lambda text, done: bar.update(task, completed=done, description=text),
-        )
-    show(result, old)
     for path in (arguments.json, arguments.picture, arguments.output, arguments.table):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-    if arguments.json:
-        result.write(arguments.json)
+    result = watched(request, arguments.json, timer=timer)
+    show(result, old)
     if arguments.output:
         _files.write(arguments.output, result.report().markdown(result.command))
     if arguments.table:
@@ -116,6 +117,49 @@ def run(arguments: argparse.Namespace, argv: Sequence[str], *, timer: Timer = ti
         caption = f"One layer on {result.device}; lower is faster"
         save_picture(arguments.picture, result.timings, result.ceilings, caption=caption)
     return 0
+
+
+def use_device(name: str) -> None:
+    """Has JAX use a GPU, or the CPU.
+
+    Args:
+        name: ``"gpu"`` or ``"cpu"``.
+
+    Raises:
+        NotImplementedError: there is no GPU.
+    """
+    if name == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+        return
+    # Peers in other processes need memory too.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    needs_gpu(jax.devices()[0])
+
+
+def watched(request: Request, path: Path | None = None, *, timer: Timer = timed) -> GpuResult:
+    """The result of a request, written to a file after every layer, with progress on stderr.
+
+    Args:
+        request: what to time.
+        path: of the JSON; None: none.
+        timer: how layers are timed.
+    """
+    console = Console(stderr=True)
+    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=1.0)
+
+        def progress(text: str, done: float) -> None:
+            if console.is_terminal:
+                bar.update(task, completed=done, description=text)
+            else:
+                print(f"{100 * done:3.0f} % {text}", file=sys.stderr, flush=True)
+
+        def save(result: GpuResult) -> None:
+            if path is not None:
+                result.write(path)
+
+        return measure(request, timer=timer, progress=progress, save=save)
 
 
 def show(result: GpuResult, old: GpuResult | None) -> None:

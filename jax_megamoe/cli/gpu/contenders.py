@@ -1,6 +1,5 @@
 """What is timed: our implementations, and layers that a JAX user has without this package."""
 
-import importlib.util
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,10 +9,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, BFloat16, Float32, Int32
 
-from jax_megamoe.cli.gpu.models import Model
+from jax_megamoe import _checks
+from jax_megamoe.cli.gpu.models import BF16_ROWS, Model
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.launch import grouped
 from jax_megamoe.op.mega_moe import mega_moe
+from jax_megamoe.plan.device import DeviceSpec
+from jax_megamoe.plan.grouped.layer import GroupedLayer, layout_of, planned_arch
 from jax_megamoe.plan.refusal import Refusal
 from jax_megamoe.runtime.devices import spec_of
 from jax_megamoe.weights.drawn import random_experts
@@ -24,40 +26,83 @@ IMPLEMENTATIONS = ("deep_gemm", "grouped", "xla")
 
 
 class Prepared(NamedTuple):
-    """A layer that can be called.
+    """A layer that can be called, and what makes its parameters; nothing is on the device yet.
 
     Attributes:
         layer: f(x, ids, factors, parameters) -> y, to be traced.
-        parameters: its pytree.
-        weight_bytes: of one expert.
+        make: f(key) -> parameters, a pytree, to be traced.
+        weight_bytes: of one expert, by the parameters' shapes.
     """
 
     layer: Callable[..., Array]
-    parameters: Any
-    weight_bytes: float
+    make: Callable[[Array], Any]
+    weight_bytes: Callable[[Any], float]
 
 
 Prepare = Callable[[Model, str, int], Prepared]
-"""Makes a layer of a model in a recipe for up to so many tokens; raises where it cannot."""
+"""Prepares a layer of a model in a recipe for up to so many tokens; raises where it cannot."""
 
 
 def _ours(implementation: str, model: Model, recipe: str, num_tokens: int) -> Prepared:
+    if recipe == BF16_ROWS:
+        return _bf16_rows(implementation, model)
     config = model.config(recipe, num_tokens)
-    weights = random_experts(config, jax.random.key(0), has_biases=model.has_biases)
+    layout = None
     if implementation == "grouped":
-        spec = spec_of(jax.devices()[0], implementation="grouped")
-        if isinstance(spec, Refusal):
-            raise spec.error()
+        spec = _spec()
         layout = grouped.layout_of(config, spec.arch)
         if isinstance(layout, Refusal):
             raise layout.error()
-        weights = to_layout(weights, layout)
     call = partial(mega_moe, config=config, implementation=implementation)
-    return Prepared(call, jax.block_until_ready(weights), _bytes(weights) / config.num_experts)
+    return Prepared(call, partial(_drawn, model, config, layout), _bytes)
 
 
-def _bytes(weights: ExpertWeights) -> int:
-    return sum(array.nbytes for name, array in weights.routed.arrays().items() if "_weight" in name)
+def _drawn(model: Model, config: MoEConfig, layout: str | None, key: Array) -> ExpertWeights:
+    """Random parameters, in the layout that is asked for or in the config's own."""
+    weights = random_experts(config, key, has_biases=model.has_biases)
+    return weights if layout is None else to_layout(weights, layout)
+
+
+def _spec() -> DeviceSpec:
+    spec = spec_of(jax.devices()[0], implementation="grouped")
+    if isinstance(spec, Refusal):
+        raise spec.error()
+    return spec
+
+
+def _bf16_rows(implementation: str, model: Model) -> Prepared:
+    """Grouped products of MXFP4 weights and BF16 rows, which no recipe of a config has."""
+    if implementation != "grouped":
+        text = "grouped, the one that multiplies MXFP4 weights by BF16 rows"
+        raise NotImplementedError(_checks.message("implementation", text, implementation))
+    spec, activation = _spec(), model.activation
+    described = partial(
+        GroupedLayer,
+        arch=planned_arch(spec.arch),
+        num_sms=spec.num_sms,
+        **model.sizes,
+        num_logical=model.num_experts,
+        weights="mxfp4",
+        activations="bf16",
+        biases=model.has_biases,
+        activation=activation.name,
+        clamp=activation.clamp,
+        alpha=activation.alpha,
+        beta=activation.beta,
+    )
+
+    def layer(x: Array, ids: Array, factors: Array, weights: ExpertWeights) -> Array:
+        operands = {"x": x, "topk_ids": ids, "topk_weights": factors, **weights.routed.arrays()}
+        return grouped.launch_layer(described(num_tokens=x.shape[0]), operands)["y"]
+
+    config = model.config(BF16_ROWS, 1)
+    return Prepared(layer, partial(_drawn, model, config, layout_of("bf16")), _bytes)
+
+
+def _bytes(weights: ExpertWeights) -> float:
+    arrays = weights.routed.arrays()
+    found = sum(a.size * a.dtype.itemsize for name, a in arrays.items() if "_weight" in name)
+    return found / arrays["w13_weight"].shape[0]
 
 
 def ragged_layer(
@@ -89,7 +134,7 @@ def ragged_layer(
 
 def _ragged(model: Model, recipe: str, num_tokens: int) -> Prepared:
     del recipe, num_tokens
-    return Prepared(ragged_layer, _matrices(model), 2.0 * model.weights_of_an_expert)
+    return _of_matrices(ragged_layer, model)
 
 
 def _tokamax(model: Model, recipe: str, num_tokens: int) -> Prepared:
@@ -97,12 +142,12 @@ def _tokamax(model: Model, recipe: str, num_tokens: int) -> Prepared:
 
     del recipe, num_tokens
     layer = partial(ragged_layer, ragged_dot=tokamax.ragged_dot)
-    return Prepared(layer, _matrices(model), 2.0 * model.weights_of_an_expert)
+    return _of_matrices(layer, model)
 
 
-def _matrices(model: Model) -> tuple[Array, Array]:
-    make = jax.jit(partial(random_matrices, model, model.num_experts))
-    return jax.block_until_ready(make(jax.random.key(0)))
+def _of_matrices(layer: Callable[..., Array], model: Model) -> Prepared:
+    size = 2.0 * model.weights_of_an_expert
+    return Prepared(layer, partial(random_matrices, model, model.num_experts), lambda _: size)
 
 
 def random_matrices(sizes: Model | MoEConfig, num_experts: int, key: Array) -> tuple[Array, Array]:
@@ -125,14 +170,33 @@ OURS: dict[str, Prepare] = {name: partial(_ours, name) for name in IMPLEMENTATIO
 PEERS: dict[str, Prepare] = {"ragged_dot": _ragged, "tokamax": _tokamax}
 """Layers in bfloat16 with plain SwiGLU and no biases, by the name of their product."""
 
-_NEEDED = {"tokamax": "tokamax"}
-"""The package that a peer needs."""
+TORCH_PEERS = {
+    "triton_kernels": (BF16_ROWS,),
+    "humming": ("mxfp4_block", BF16_ROWS, "fp8_block"),
+}
+"""Recipes of the peers that need torch, each of which runs in a process of its own."""
+
+Series = tuple[str, str]
+"""Implementation or peer, and recipe."""
+
+FIRST: tuple[Series, ...] = (
+    ("grouped", "mxfp4_block"),
+    ("humming", "mxfp4_block"),
+    ("deep_gemm", "fp8_block"),
+    ("grouped", "fp8_block"),
+    ("humming", "fp8_block"),
+    ("grouped", BF16_ROWS),
+    ("humming", BF16_ROWS),
+    ("triton_kernels", BF16_ROWS),
+    ("deep_gemm", "mxfp4_block"),
+    ("grouped", "bf16"),
+    ("ragged_dot", "bf16"),
+    ("tokamax", "bf16"),
+)
+"""What is timed first, should there be too little time for all."""
 
 
-def peers() -> dict[str, Prepare]:
-    """The ones with an installed package."""
-    return {
-        name: prepare
-        for name, prepare in PEERS.items()
-        if name not in _NEEDED or importlib.util.find_spec(_NEEDED[name]) is not None
-    }
+def peers() -> list[Series]:
+    """Every peer in each of its recipes."""
+    torch = [(name, recipe) for name, recipes in TORCH_PEERS.items() for recipe in recipes]
+    return [*((name, "bf16") for name in PEERS), *torch]

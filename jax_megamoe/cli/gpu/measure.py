@@ -1,43 +1,32 @@
-"""Times layers in one run: routings that take turns, medians, and the GPU's own ceilings."""
+"""Times layers in one run: all compiled first, routings that take turns, medians, ceilings."""
 
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jaxtyping import Array
 
 from jax_megamoe import _checks
 from jax_megamoe.cli.gpu import contenders
-from jax_megamoe.cli.gpu.models import Model
-from jax_megamoe.cli.gpu.result import Ceilings, GpuResult, Timing
-from jax_megamoe.compile import BuildError, describe_toolchain
-from jax_megamoe.config import MoEConfig
+from jax_megamoe.cli.gpu.compiled import Built, Entry, compile_all
+from jax_megamoe.cli.gpu.contenders import TORCH_PEERS, Series
+from jax_megamoe.cli.gpu.machine import REFUSED, Timer, ceilings, line_of, versions
+from jax_megamoe.cli.gpu.models import BYTES_OF_A_WEIGHT, Model
+from jax_megamoe.cli.gpu.peer_process import PeerProcess
+from jax_megamoe.cli.gpu.result import GpuResult, Timing
+from jax_megamoe.cli.gpu.routings import ROUTINGS, drawn
 from jax_megamoe.formats import RECIPES
 from jax_megamoe.launch.runnable import supported
 from jax_megamoe.plan.refusal import Refusal
 
-ROUTINGS = 16
-"""Layers of a timed program, each with another routing: what one read is not in the L2 cache when
-the next reads."""
-
-PACKAGES = ("jax-megamoe", "jax", "jaxlib", "jax-cuda13-plugin", "sgl-deep-gemm", "tokamax")
-REFUSED = (BuildError, ImportError, NotImplementedError, RuntimeError, TypeError, ValueError)
-"""What a layer raises that cannot run here; too little memory is a RuntimeError."""
-
-Timer = Callable[[Callable[[], Any]], float]
-"""Median microseconds of a call of a function."""
-
 Progress = Callable[[str, float], None]
+
+LATE = "no time was left"
 
 
 @dataclass(frozen=True)
@@ -51,6 +40,9 @@ class Request:
         implementations: of ours.
         peers: whether to time what others have.
         command: arguments of `python -m jax_megamoe`.
+        series: implementations and peers, each with a recipe, that alone are timed; None: ours in
+            every recipe, and every installed peer.
+        seconds: after so many, compiling included, nothing more is timed; None: no limit.
     """
 
     models: dict[str, Model]
@@ -59,15 +51,20 @@ class Request:
     implementations: tuple[str, ...] = contenders.IMPLEMENTATIONS
     peers: bool = True
     command: str = "bench gpu"
+    series: tuple[Series, ...] | None = None
+    seconds: float | None = None
 
 
-def timed(function: Callable[[], Any], *, enough: float = 0.1, repeats: int = 5) -> float:
+def timed(function: Callable[[], Any], *, enough: float = 0.05, repeats: int = 5) -> float:
     """Median microseconds of a call by the host's clock, each repeat as many calls in a row as take
-    `enough` seconds."""
+    `enough` seconds; of a call that takes six times as long, one after a first."""
     jax.block_until_ready(function())
     start = time.perf_counter()
     jax.block_until_ready(function())
-    calls = max(1, int(enough / (time.perf_counter() - start)))
+    once = time.perf_counter() - start
+    if once > 6 * enough:
+        return 1e6 * once
+    calls = max(1, int(enough / once))
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -102,161 +99,142 @@ def recipes_of(model: Model, num_tokens: int, device: jax.Device) -> tuple[str, 
 
 
 def measure(
-    request: Request, *, timer: Timer = timed, progress: Progress = lambda *_: None
+    request: Request,
+    *,
+    timer: Timer = timed,
+    progress: Progress = lambda *_: None,
+    save: Callable[[GpuResult], None] = lambda _: None,
+    processes: Callable[[str], PeerProcess] = PeerProcess,
 ) -> GpuResult:
-    """Times every layer of a request on the default device.
+    """Times every layer of a request on the default device, the most telling series first.
 
     Args:
         request: what to time.
         timer: how.
-        progress: told what is timed next, and the share of all that is done.
+        progress: told what was done, and the share of all that is done.
+        save: given the result so far after every layer.
+        processes: starts the process of a peer that needs torch.
 
     Raises:
         ValueError: sizes that no layer has.
     """
-    device = jax.devices()[0]
+    begun, device = time.monotonic(), jax.devices()[0]
     progress("copy and matmul rates", 0.0)
-    ceilings = _ceilings(timer, small=device.platform == "cpu")
+    rates = ceilings(timer, small=device.platform == "cpu")
     entries = _entries(request, device)
-    timings: list[Timing] = []
-    for index, (name, implementation, recipe, prepare) in enumerate(entries):
-        like = Timing(name, recipe, implementation, 0, None)
+    result = GpuResult(request.command, device.device_kind, versions(), rates)
+    with ExitStack() as stack:
+        used = dict.fromkeys(e.implementation for e in entries if e.implementation in TORCH_PEERS)
+        others = {name: stack.enter_context(closing(processes(name))) for name in used}
+        for name, process in others.items():
+            cells = [(e.name, e.recipe) for e in entries if e.implementation == name]
+            process.start(request.models, cells, request.token_counts)
+        progress("compiling", 0.0)
+        built = compile_all(
+            [e for e in entries if e.implementation not in others], request.token_counts
+        )
+        for process in others.values():
+            result.versions.update(process.wait())
+        for index, entry in enumerate(_in_turn(entries)):
 
-        def say(text: str, index: int = index, like: Timing = like) -> None:
-            words = (like.model, *like.series, text)
-            progress(" ".join(words), index / len(entries))
+            def say(text: str, index: int = index, entry: Entry = entry) -> None:
+                words = (entry.name, entry.implementation, entry.recipe, text)
+                progress(" ".join(words), index / len(entries))
 
-        timings += _rows(like, (request.models[name], prepare), request.token_counts, timer, say)
+            def late() -> bool:
+                return request.seconds is not None and time.monotonic() - begun > request.seconds
+
+            process = others.get(entry.implementation)
+            rows = (
+                _rows(entry, built.pop(entry), request.token_counts, timer, late)
+                if process is None
+                else _peer_rows(entry, process, request.token_counts, late)
+            )
+            for row in rows:
+                result = replace(result, timings=(*result.timings, row))
+                save(result)
+                say(f"{row.num_tokens} tokens: {_said(row)}")
     progress("done", 1.0)
-    return GpuResult(request.command, device.device_kind, versions(), ceilings, tuple(timings))
+    order = {_place(each): n for n, each in enumerate(entries)}
+    result = replace(result, timings=tuple(sorted(result.timings, key=lambda e: order[_place(e)])))
+    save(result)
+    return result
 
 
-def _entries(
-    request: Request, device: jax.Device
-) -> list[tuple[str, str, str, contenders.Prepare]]:
-    """Model, implementation or peer, recipe and what prepares it, in the order of the table."""
-    found: list[tuple[str, str, str, contenders.Prepare]] = []
-    peers = contenders.peers() if request.peers else {}
+def _said(row: Timing) -> str:
+    return row.why if row.microseconds is None else f"{row.microseconds:.1f} us"
+
+
+def _place(each: "Timing | Entry") -> tuple[str, str, str]:
+    name = each.model if isinstance(each, Timing) else each.name
+    return name, each.implementation, each.recipe
+
+
+def _in_turn(entries: Sequence[Entry]) -> list[Entry]:
+    """As they are timed: a series of all models, then the next."""
+    rank = {series: n for n, series in enumerate(contenders.FIRST)}
+    return sorted(entries, key=lambda e: rank.get((e.implementation, e.recipe), len(rank)))
+
+
+def _entries(request: Request, device: jax.Device) -> list[Entry]:
+    """What is timed, in the order of the table."""
+    found: list[Entry] = []
+    most = max(request.token_counts)
     for name, model in request.models.items():
-        recipes = request.recipes or recipes_of(model, max(request.token_counts), device)
-        for recipe in recipes:
-            model.config(recipe, max(request.token_counts))
-            found += [
-                (name, each, recipe, contenders.OURS[each]) for each in request.implementations
-            ]
-        found += [(name, each, "bf16", prepare) for each, prepare in peers.items()]
+        recipes = request.recipes or recipes_of(model, most, device)
+        ours = [(each, recipe) for recipe in recipes for each in request.implementations]
+        for series in request.series or (*ours, *contenders.peers()):
+            implementation, recipe = series
+            is_ours = implementation in contenders.OURS
+            if is_ours or request.peers:
+                model.config(recipe, most)
+                found.append(Entry(name, model, implementation, recipe))
     return found
 
 
 def _rows(
-    like: Timing,
-    what: tuple[Model, contenders.Prepare],
+    entry: Entry,
+    built: Built | str,
     counts: Sequence[int],
     timer: Timer,
-    progress: Callable[[str], None],
+    late: Callable[[], bool],
 ) -> Iterator[Timing]:
-    """The timings of one implementation of a model."""
-    model, prepare = what
-    place = (like.model, like.recipe, like.implementation)
-    progress("parameters")
-    try:
-        made = prepare(model, like.recipe, max(counts))
-    except REFUSED as error:
-        yield from (Timing(*place, count, None, why=_line(error)) for count in counts)
+    """The timings of a compiled layer; the parameters are given up at the end."""
+    if isinstance(built, str):
+        yield from (_row(entry, count, None, built) for count in counts)
         return
-    run = rotated(made.layer, model.num_experts)
+    parameters: Any = None
     for count in counts:
-        progress(f"{count} tokens")
-        x, ids, factors = tokens(model, count)
-        call = partial(run, x, ids, factors, made.parameters)
-        try:
-            taken, why = timer(call) / ROUTINGS, ""
-        except REFUSED as error:
-            taken, why = None, _line(error)
+        run, taken = built.runs[count], None
+        x, ids, factors = drawn(entry.model, count)
         experts = len(np.unique(np.asarray(ids)))
-        read, flops = experts * made.weight_bytes, float(model.flops(count))
-        yield Timing(*place, count, taken, weight_bytes=read, flops=flops, why=why)
-
-
-def _line(error: Exception) -> str:
-    """The first line of an error, which says what is missing."""
-    return (str(error).splitlines() or [""])[0][:200] or type(error).__name__
-
-
-def tokens(sizes: Model | MoEConfig, num_tokens: int, seed: int = 1) -> tuple[Array, Array, Array]:
-    """x bfloat16 [T, H] and a random routing: ids int32 [T, K], weights float32 [T, K], sum 1."""
-    first, second = jax.random.split(jax.random.key(seed))
-    x = jax.random.normal(first, (num_tokens, sizes.hidden_size), jnp.bfloat16)
-    return x, *routing(sizes, num_tokens, second)
-
-
-def routing(
-    sizes: Model | MoEConfig, num_tokens: int, key: Array, lead: tuple[int, ...] = ()
-) -> tuple[Array, Array]:
-    """Random ids int32 [*lead, T, K], distinct in a token, and weights float32 that sum to 1."""
-    logits = jax.random.normal(key, (*lead, num_tokens, sizes.num_experts))
-    factors, ids = lax.top_k(jax.nn.softmax(logits), sizes.top_k)
-    return ids, factors / factors.sum(-1, keepdims=True)
-
-
-def rotated(layer: Callable[..., Array], num_experts: int) -> Callable[..., Array]:
-    """f(x, ids, factors, parameters): `ROUTINGS` layers in one program, the nth with every id
-    further by n strides; each reads the tokens of the one before, to which nothing is added."""
-    stride = max(1, num_experts // ROUTINGS)
-
-    def step(x: Array, n: Array, ids: Array, *rest: Any) -> tuple[Array, None]:
-        y = layer(x, (ids + n * stride) % num_experts, *rest)
-        # 0 times y keeps the layer in the program; where y is not finite, that shows.
-        return x + y * jnp.bfloat16(0), None
-
-    def run(x: Array, *rest: Any) -> Array:
-        turns = jnp.arange(ROUTINGS, dtype=jnp.int32)
-        return lax.scan(lambda carry, n: step(carry, n, *rest), x, turns)[0]
-
-    return jax.jit(run)
-
-
-def _ceilings(timer: Timer, *, small: bool) -> Ceilings:
-    """The copy rate, and the rates of a large product."""
-    size = 1 << (20 if small else 30)
-    source = jnp.zeros(size, jnp.uint8)
-    copy = jax.jit(lambda array: array ^ jnp.uint8(1))
-    rate = 2 * size / timer(lambda: copy(source)) * 1e6
-    side = 256 if small else 8192
-    products = (_product_rate(timer, side, each) for each in (jnp.bfloat16, jnp.float8_e4m3fn))
-    return Ceilings(rate, *products)
-
-
-def _product_rate(timer: Timer, side: int, dtype: Any) -> float:
-    """FLOP/s of a product of square matrices; 0 where XLA has none of the dtype here."""
-    keys = jax.random.split(jax.random.key(0))
-    left, right = (jax.random.normal(key, (side, side), jnp.float32).astype(dtype) for key in keys)
-    product = jax.jit(
-        lambda a, b: lax.dot_general(
-            a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-        ).astype(jnp.bfloat16)
-    )
-    try:
-        return 2 * side**3 / timer(lambda: product(left, right)) * 1e6
-    except REFUSED:
-        return 0.0
-
-
-def versions() -> dict[str, str]:
-    """Of what the times depend on: packages, kernel sources, compilers, the driver."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
+        read, why = experts * built.weight_bytes, ""
+        if isinstance(run, str) or late():
+            yield _row(entry, count, None, run if isinstance(run, str) else LATE, read)
             continue
-    for each in describe_toolchain():
-        if each.found and each.part.startswith(("kernel source", "compiler")):
-            found[each.part] = each.found.split(" in ", maxsplit=1)[0]
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30)
-        found["driver"] = done.stdout.split()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
-        pass
-    return found
+        try:
+            if parameters is None:
+                parameters = jax.block_until_ready(built.make(jax.random.key(0)))
+            taken = timer(partial(run, x, ids, factors, parameters)) / ROUTINGS
+        except REFUSED as error:
+            why = line_of(error)
+        yield _row(entry, count, taken, why, read)
+
+
+def _peer_rows(
+    entry: Entry, process: PeerProcess, counts: Sequence[int], late: Callable[[], bool]
+) -> Iterator[Timing]:
+    """The timings of a layer in another process."""
+    if late():
+        yield from (_row(entry, count, None, LATE) for count in counts)
+        return
+    per_expert = BYTES_OF_A_WEIGHT[entry.recipe] * entry.model.weights_of_an_expert
+    for count, taken, why in process.times(entry.name, entry.recipe, counts):
+        _, ids, _ = drawn(entry.model, count)
+        yield _row(entry, count, taken, why, per_expert * len(np.unique(np.asarray(ids))))
+
+
+def _row(entry: Entry, count: int, taken: float | None, why: str, read: float = 0.0) -> Timing:
+    flops = float(entry.model.flops(count)) if read else 0.0
+    place = (entry.name, entry.recipe, entry.implementation, count)
+    return Timing(*place, taken, weight_bytes=read, flops=flops, why=why)

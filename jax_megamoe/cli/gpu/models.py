@@ -1,12 +1,23 @@
 """Layers to time, by name."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from jax_megamoe.config import Activation, MoEConfig
 from jax_megamoe.formats import RECIPES
 
 SWIGLU = Activation("swiglu")
+
+BF16_ROWS = "mxfp4 x bf16"
+"""MXFP4 weights beside BF16 activations: what is timed so, no name of `RECIPES`."""
+
+BYTES_OF_A_WEIGHT = {
+    "bf16": 2.0,
+    "fp8_block": 1 + 4 / 128**2,
+    "mxfp4_block": 17 / 32,
+    BF16_ROWS: 17 / 32,
+}
+"""By recipe, with the weight's part of the scales."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +40,12 @@ class Model:
     has_biases: bool = False
 
     def config(self, recipe: str, num_tokens: int) -> MoEConfig:
-        """The layer in a recipe, for calls of up to so many tokens.
+        """The layer in a recipe, for calls of up to so many tokens; `BF16_ROWS` as its weights.
 
         Raises:
             ValueError: sizes that no layer has.
         """
-        known = RECIPES[recipe]
+        known = RECIPES["mxfp4" if recipe == BF16_ROWS else recipe]
         return MoEConfig(
             **self.sizes,
             max_num_tokens=num_tokens,
@@ -48,6 +59,16 @@ class Model:
         """Its sizes by their names in `MoEConfig`."""
         names = ("num_experts", "top_k", "hidden_size", "intermediate_size")
         return {name: getattr(self, name) for name in names}
+
+    def described(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, described: dict[str, Any]) -> "Model":
+        """The model that `described` gave."""
+        activation = Activation(**described["activation"])
+        return cls(**{**described, "activation": activation})
 
     @property
     def weights_of_an_expert(self) -> int:
