@@ -190,9 +190,9 @@ class Loaded(NamedTuple):
 
 def compile_ahead(block: mm.MegaMoEBlock, counts: Sequence[int]) -> str:
     """Has the kernels of the layers' calls compiled, several at a time; says how long that took."""
+    if not counts:
+        return "no kernels"
     config, weights, device = block.config, block.experts.weights, jax.devices()[0]
-    if device.platform != "gpu":
-        return "no kernels: not a GPU"
     plans: list[LaunchPlan] = []
     if weights.layout in GROUPED_LAYOUTS:
         route = grouped.try_route(config, device, weights)
@@ -205,18 +205,20 @@ def compile_ahead(block: mm.MegaMoEBlock, counts: Sequence[int]) -> str:
         found = deep_gemm.find_route(config, [[device]], None, weights=weights)
         for count in counts:
             for mask in (False, True):
-                plans.append(found.plan(config, count, Routing(config.logical_experts, mask)))
+                routing = Routing(num_logical=config.logical_experts, padding_mask=mask)
+                plans.append(found.plan(config, count, routing))
     return workload.compile_kernels(plans)
 
 
 def load(case: Case, max_num_tokens: int, counts: Sequence[int]) -> Loaded:
-    """Draws a model while its kernels are compiled."""
+    """Draws a model while the kernels are compiled that calls of so many tokens launch."""
     start = time.perf_counter()
     drawn = blocks(case, max_num_tokens, DRAWN)
+    has_kernels = case.implementation != "xla"
     jax.block_until_ready([nnx.state(block) for block in drawn])
     print(f"{DRAWN} layers drawn in {time.perf_counter() - start:.1f} s", flush=True)
     with ThreadPoolExecutor(1) as pool:
-        compiling = pool.submit(compile_ahead, drawn[0], counts)
+        compiling = pool.submit(compile_ahead, drawn[0], counts if has_kernels else ())
         model = decoder(case, drawn)
         jax.block_until_ready(nnx.state(model))
         print(f"model there after {time.perf_counter() - start:.1f} s", flush=True)
