@@ -18,6 +18,8 @@ SLOW = (
     "ffi/test_fuzz.py",
     "ffi/test_processes.py",
     "gpu/test_decoder.py",
+    "gpu/test_decoder_kernels.py",
+    "gpu/test_grouped_script.py",
     "kernels",
     "launch",
     "nn",

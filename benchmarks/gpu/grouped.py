@@ -6,7 +6,11 @@ Needs Humming's headers and a compiler, as tests/gpu/check_grouped.py. A layer's
 scan of LAYERS layers, each with every id one further, so that weights come from memory; `products`
 is the same with the two products alone, on tables that one call made, so that the difference is
 what sorting, quantising, activation and sum cost. Results go to $OUT after every row, as JSON.
-Layers of GPT-OSS-120B's size (--gpt-oss) have their own weights in one scan.
+
+    PYTHONPATH=.:tests:tests/gpu:benchmarks/gpu python benchmarks/gpu/grouped.py --gpt-oss 36
+
+Layers of GPT-OSS-120B's size with biases, each with arrays of its own, 61 GB, in one scan: us a
+layer, the bytes of the experts that it reads, and what these take at the copy rate of the same run.
 """
 
 import argparse
@@ -18,6 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
+import driver
 import grouped_layers
 import jax
 import jax.numpy as jnp
@@ -159,13 +164,17 @@ def prepared(shape: dict[str, int], recipe: tuple[str, str], **changes: Any) -> 
     return grouped_layers.described(each, moved), jax.block_until_ready(moved)
 
 
-def compiled(layers: list[GroupedLayer]) -> None:
-    """All kernels of some layers, several at a time."""
-    variants = [
+def variants_of(layers: list[GroupedLayer]) -> list[GroupedLayer]:
+    """Each layer in the forms that are timed."""
+    return [
         variant
         for each in layers
         for variant in (each, replace(each, early=False), replace(each, stream_k=False))
     ]
+
+
+def compiled(variants: list[GroupedLayer]) -> None:
+    """All kernels of some layers, several at a time."""
     plans = [plan_grouped(variant) for variant in variants]
     specs = [s.kernel for plan in plans for s in plan.steps if isinstance(s, KernelLaunch)]
     start = time.monotonic()
@@ -177,39 +186,56 @@ def compiled(layers: list[GroupedLayer]) -> None:
 
 
 def gpt_oss(found: list[dict[str, Any]], token_counts: tuple[int, ...], num_layers: int) -> None:
-    """Layers of GPT-OSS-120B's size with biases, each with its own weights, in one scan."""
+    """Layers of GPT-OSS-120B's size with biases, each with its own arrays, in one scan."""
+    driver.use_device()
+    copy_rate = driver.copy_rate()
     each, one = prepared(
         GPT_OSS, ("mxfp4", "fp8_block"), biases=True, clamp=7.0, alpha=1.702, beta=1.0
     )
-    stacked = jax.tree.map(
-        lambda a: jnp.broadcast_to(a[None], (num_layers, *a.shape)) + jnp.zeros((), a.dtype), one
-    )
-    jax.block_until_ready(stacked)
     compiled([replace(each, num_tokens=n) for n in token_counts])
+    repeat = jax.jit(lambda a: jnp.broadcast_to(a[None], (num_layers, *a.shape)))
+    stacked = jax.block_until_ready(jax.tree.map(repeat, one))
+    print(f"{stacked.num_bytes / 1e9:.1f} GB, copy rate {copy_rate / 1e9:.0f} GB/s", flush=True)
     for num_tokens in token_counts:
         layer = replace(each, num_tokens=num_tokens)
         call = grouped_layers.tokens(layer)
-
-        def run(
-            weights: mm.ExpertWeights, call: dict[str, Array], layer: GroupedLayer = layer
-        ) -> Array:
-            def step(x: Array, one: mm.ExpertWeights) -> tuple[Array, None]:
-                operands = call | {"x": x} | grouped_layers.parameters(layer, one)
-                return x + grouped.launch_layer(layer, operands)["y"] * jnp.bfloat16(0), None
-
-            return lax.scan(step, call["x"], weights)[0]
-
-        jitted = jax.jit(run)
+        jitted = jax.jit(partial(own_weights, layer))
+        y = np.asarray(jitted(stacked, call), np.float32)
         taken = microseconds(lambda f=jitted, c=call: f(stacked, c), num_layers)
-        experts = len(np.unique(np.asarray(call["topk_ids"])))
-        size = sum(a.nbytes for a in one.routed.arrays().values())
-        read = size * min(experts, GPT_OSS["num_experts"]) / GPT_OSS["num_experts"]
-        rate = read / taken / 1e3
+        ids = np.asarray(call["topk_ids"])
+        experts = len(np.unique(ids[ids >= 0]))
+        read = one.num_bytes * experts / each.num_experts
+        limit = read / copy_rate * 1e6
         print(
-            f"gpt_oss_120b {num_tokens} tokens: {taken:.1f} us a layer, {rate:.0f} GB/s", flush=True
+            f"gpt_oss_120b {num_tokens} tokens: {taken:.1f} us a layer, {experts} experts, "
+            f"{read / 1e6:.0f} MB, {limit:.1f} us at the copy rate: {limit / taken:.2f} of it",
+            flush=True,
         )
-        found.append(dict(shape="gpt_oss_120b", num_tokens=num_tokens, layer=taken, bytes=read))
+        found.append(
+            dict(
+                shape="gpt_oss_120b",
+                layers=num_layers,
+                num_tokens=num_tokens,
+                layer=taken,
+                experts=experts,
+                bytes=read,
+                copy_bytes_per_second=copy_rate,
+                of_copy=limit / taken,
+                finite=bool(np.isfinite(y).all()),
+            )
+        )
         save(found)
+
+
+def own_weights(layer: GroupedLayer, weights: mm.ExpertWeights, call: dict[str, Array]) -> Array:
+    """Layers on stacked weights; each adds a little to the next's tokens."""
+
+    def step(x: Array, one: mm.ExpertWeights) -> tuple[Array, None]:
+        operands = call | {"x": x} | grouped_layers.parameters(layer, one)
+        y = grouped.launch_layer(layer, operands)["y"]
+        return x + y / jnp.bfloat16(8), None
+
+    return lax.scan(step, call["x"], weights)[0]
 
 
 def save(found: list[dict[str, Any]]) -> None:
@@ -233,7 +259,7 @@ def main() -> None:
     for shape in ["qwen3_30b"] if arguments.quick else arguments.shapes:
         for recipe in RECIPES:
             weights = prepared(SHAPES[shape], recipe)
-            compiled([replace(weights[0], num_tokens=n) for n in counts])
+            compiled(variants_of([replace(weights[0], num_tokens=n) for n in counts]))
             for num_tokens in counts:
                 try:
                     one = row(shape, recipe, num_tokens, weights)

@@ -1,0 +1,76 @@
+"""`benchmarks/gpu/grouped.py --gpt-oss` on CPU devices that stand for H200s, computing nothing."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import emulation as emulated_devices
+import jax
+import pytest
+from emulation import Emulation
+
+from jax_megamoe.launch import grouped
+from jax_megamoe.plan.grouped.layer import plan_grouped
+from jax_megamoe.plan.launch import KernelLaunch
+
+ROOT = Path(__file__).parents[2]
+SMALL = dict(num_experts=16, top_k=4, hidden_size=512, intermediate_size=384)
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+    pytest.importorskip("cuda.bindings", reason="cuda-bindings: pip install '.[cuda13]'")
+    monkeypatch.setenv("OUT", str(tmp_path))
+    for folder in ("tests/gpu", "benchmarks/gpu"):
+        monkeypatch.syspath_prepend(str(ROOT / folder))
+    monkeypatch.delitem(sys.modules, "checks", raising=False)
+    path = ROOT / "benchmarks/gpu/grouped.py"
+    spec = importlib.util.spec_from_file_location("grouped_script", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "grouped_script", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_rows_of_gpt_oss(
+    script: ModuleType,
+    emulation: Emulation,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    emulation.device = emulated_devices.H200
+    monkeypatch.setattr(script, "device_spec", emulation.device_spec)
+    monkeypatch.setattr(grouped, "spec_of", lambda device, sms, _="": emulation.device)
+    monkeypatch.setattr(script, "compile_many", lambda specs: ())
+    monkeypatch.setattr(script, "GPT_OSS", SMALL)
+    monkeypatch.setattr(script.driver, "use_device", lambda: None)
+    monkeypatch.setattr(script.driver, "copy_rate", lambda: 4e12)
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        script.gpt_oss([], (1, 8), 2)
+    rows = json.loads((tmp_path / "grouped.json").read_text())["rows"]
+    assert [row["num_tokens"] for row in rows] == [1, 8]
+    for row in rows:
+        assert row["layers"] == 2 and 1 <= row["experts"] <= 16
+        read = row["bytes"] / row["copy_bytes_per_second"] * 1e6
+        assert row["of_copy"] == pytest.approx(read / row["layer"])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8, 64, 256])
+def test_plans_at_the_models_sizes(script: ModuleType, num_tokens: int) -> None:
+    layer = script.grouped_layers.case(
+        "mxfp4",
+        "fp8_block",
+        num_tokens,
+        **script.GPT_OSS,
+        num_logical=128,
+        biases=True,
+        clamp=7.0,
+        alpha=1.702,
+        beta=1.0,
+        second_scales=("tensor", "tensor"),
+    )
+    steps = plan_grouped(layer).steps
+    assert sum(isinstance(step, KernelLaunch) for step in steps) == 5
