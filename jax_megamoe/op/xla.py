@@ -2,9 +2,11 @@
 
 `moe` is the layer, `gradients` its backward pass: the same rows take the same way, now with the
 cotangents of their tokens, and each expert's part is computed again where it is differentiated.
+Forward, NVIDIA GPUs multiply the rows of all experts at once (`pallas_experts`).
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,16 +15,15 @@ from jax import lax
 from jaxtyping import Array, BFloat16, Float32, Int32, UInt16
 
 from jax_megamoe.config import MoEConfig
-from jax_megamoe.formats import GROUPED_LAYOUTS, INTERLEAVE_8, RECIPES, Recipe
+from jax_megamoe.formats import GROUPED_LAYOUTS, INTERLEAVE_8, RECIPES
 from jax_megamoe.mesh import Axis
 from jax_megamoe.numerics import expert
 from jax_megamoe.numerics.tokens import QuantizedTokens, restore_tokens
+from jax_megamoe.op import one_expert, pallas_experts
 from jax_megamoe.op.exchange import exchanged
+from jax_megamoe.op.one_expert import Mlp
 from jax_megamoe.op.staged_tokens import StagedTokens
-from jax_megamoe.weights.experts import stored_matrix
-from jax_megamoe.weights.layout import gate_and_up, join_rows
 from jax_megamoe.weights.params import ExpertWeights, recipe_for
-from jax_megamoe.weights.regroup import restored_fields
 
 _MIN_ROWS = 8
 _MAX_BLOCK = 128
@@ -42,18 +43,6 @@ class _Rows(NamedTuple):
     """In the backward pass: of the token's output."""
 
 
-@dataclass(frozen=True)
-class _Mlp:
-    """What an expert computes, apart from its parameters."""
-
-    config: MoEConfig
-    recipe: Recipe
-    layout: str
-    activation_scale: Array | None = None
-    stored_layout: str | None = None
-    """Of the grouped products, where parameters have it: an expert's are converted as it runs."""
-
-
 def moe(
     staged: StagedTokens,
     weights: ExpertWeights,
@@ -67,7 +56,7 @@ def moe(
     Dropless: a token's row goes to its expert's rank and back whatever the skew. Rows of one rank
     are exchanged in rounds of at most 1.25 / num_ranks of them to each peer: one round when the
     routing is near even, at most num_ranks when every token goes to one rank. Experts are decoded
-    one at a time, and only those that have tokens.
+    one at a time, and only those that have tokens; `pallas_experts` reads them as they are stored.
 
     Peak memory over parameters and staged tokens, for n = num_tokens * top_k rows of b bytes (b = 2
     H in bf16, about H in the 8-bit and H / 2 in the 4-bit formats): 2 n H bytes for the outputs of
@@ -134,14 +123,14 @@ def gradients(
         return of_tokens + pull(cotangent)[0], of_factors
 
 
-def _routed_mlp(weights: ExpertWeights, config: MoEConfig, axis: Axis | None) -> _Mlp:
+def _routed_mlp(weights: ExpertWeights, config: MoEConfig, axis: Axis | None) -> Mlp:
     recipe = recipe_for(config, weights)
     scale = None
     if recipe.activations.has_global_scale:
         scale = expert.input_scale(weights.routed.w2_input_scale, axis)
     if weights.layout in GROUPED_LAYOUTS:
-        return _Mlp(config, recipe, INTERLEAVE_8, scale, weights.layout)
-    return _Mlp(config, recipe, weights.layout, scale)
+        return Mlp(config, recipe, INTERLEAVE_8, scale, weights.layout)
+    return Mlp(config, recipe, weights.layout, scale)
 
 
 def _bits(array: Array) -> Array:
@@ -162,7 +151,7 @@ def _slots(
     staged: StagedTokens,
     cotangent: BFloat16[Array, "tokens hidden"] | None,
     weights: ExpertWeights,
-    mlp: _Mlp,
+    mlp: Mlp,
     axis: Axis | None,
     num_ranks: int,
 ) -> Array:
@@ -178,23 +167,47 @@ def _slots(
 
 
 def _local_slots(
-    staged: StagedTokens, cotangent: Array | None, weights: ExpertWeights, mlp: _Mlp
+    staged: StagedTokens, cotangent: Array | None, weights: ExpertWeights, mlp: Mlp
 ) -> Array:
     """Every slot's row when all experts are here."""
     num_experts = weights.routed.w13_weight.shape[0]
     ids = staged.topk_ids.reshape(-1)
     # Unrouted slots sort behind the last expert, where no group reaches them.
-    order = jnp.argsort(jnp.where(ids < 0, num_experts, ids), stable=True)
-    counts = expert.count_tokens(staged.topk_ids, num_experts)
-    sorted_out = _grouped(_token_rows(staged, cotangent, order), counts, weights, mlp)
-    return jnp.where((ids >= 0)[:, None], sorted_out[jnp.argsort(order)], 0)
+    local_id = jnp.where(ids < 0, num_experts, ids)
+
+    def one_by_one() -> Array:
+        order = jnp.argsort(local_id, stable=True)
+        counts = expert.count_tokens(staged.topk_ids, num_experts)
+        sorted_out = _grouped(_token_rows(staged, cotangent, order), counts, weights, mlp)
+        return sorted_out[jnp.argsort(order)]
+
+    tokens = staged.tokens if cotangent is None else None
+    factors = staged.topk_weights.reshape(-1)
+    slots = _by_platform(one_by_one, tokens, local_id, factors, weights, mlp)
+    return jnp.where((ids >= 0)[:, None], slots, 0)
+
+
+def _by_platform(
+    one_by_one: Callable[[], Array],
+    tokens: QuantizedTokens | None,
+    local_id: Array,
+    factors: Array,
+    weights: ExpertWeights,
+    mlp: Mlp,
+) -> Array:
+    """Every slot's row by Pallas kernels where those run, chosen as the program is lowered, else
+    `one_by_one()`; tokens None in the backward pass, which has no kernel."""
+    if tokens is None or not pallas_experts.runs(local_id.size, mlp):
+        return one_by_one()
+    at_once = partial(pallas_experts.outputs, tokens, local_id, factors, weights, mlp)
+    return lax.platform_dependent(cuda=at_once, default=one_by_one)
 
 
 def _exchanged_slots(
     staged: StagedTokens,
     cotangent: Array | None,
     weights: ExpertWeights,
-    mlp: _Mlp,
+    mlp: Mlp,
     axis: Axis,
     num_ranks: int,
 ) -> Array:
@@ -203,10 +216,16 @@ def _exchanged_slots(
     ids = staged.topk_ids.reshape(-1)
 
     def apply(rows: _Rows, local_id: Array) -> Array:
-        by_expert = jnp.argsort(local_id, stable=True)
-        received = jnp.zeros(local_experts, jnp.int32).at[local_id].add(1, mode="drop")
-        rows = jax.tree.map(lambda array: array[by_expert], rows)
-        return _grouped(rows, received, weights, mlp)[jnp.argsort(by_expert)]
+        def one_by_one() -> Array:
+            by_expert = jnp.argsort(local_id, stable=True)
+            received = jnp.zeros(local_experts, jnp.int32).at[local_id].add(1, mode="drop")
+            taken = jax.tree.map(lambda array: array[by_expert], rows)
+            return _grouped(taken, received, weights, mlp)[jnp.argsort(by_expert)]
+
+        tokens = None
+        if cotangent is None:
+            tokens = restore_tokens(rows.tokens, mlp.recipe.activations)
+        return _by_platform(one_by_one, tokens, local_id, rows.weight, weights, mlp)
 
     return exchanged(
         ids,
@@ -219,7 +238,7 @@ def _exchanged_slots(
     )
 
 
-def _empty(num_rows: int, backward: bool, mlp: _Mlp, *like: Array) -> Array:
+def _empty(num_rows: int, backward: bool, mlp: Mlp, *like: Array) -> Array:
     """Zeros for `_grouped`'s rows, varying over every mesh axis that `like` vary over."""
     width, dtype = mlp.config.hidden_size, jnp.uint16
     if backward:
@@ -228,7 +247,7 @@ def _empty(num_rows: int, backward: bool, mlp: _Mlp, *like: Array) -> Array:
 
 
 def _grouped(
-    rows: _Rows, counts: Int32[Array, " experts"], weights: ExpertWeights, mlp: _Mlp
+    rows: _Rows, counts: Int32[Array, " experts"], weights: ExpertWeights, mlp: Mlp
 ) -> Array:
     """Each row through its expert; rows are sorted by expert, the rest is undefined.
 
@@ -248,9 +267,9 @@ def _grouped(
     backward = rows.cotangent is not None
     apply = _block_gradients if backward else _block_outputs
 
-    def one_expert(i: Array, out: Array) -> Array:
+    def of_expert(i: Array, out: Array) -> Array:
         e = busy[i]
-        local = _expert_fields(weights, e, mlp)
+        local = one_expert.expert_fields(weights, e, mlp)
 
         def one_block(j: Array, out: Array) -> Array:
             start = starts[e] + j * block
@@ -261,16 +280,16 @@ def _grouped(
 
     out = _empty(num_rows + block, backward, mlp, rows.weight, weights.routed.w13_weight)
     num_busy = jnp.sum(counts > 0, dtype=jnp.int32)
-    return lax.fori_loop(0, num_busy, one_expert, out)[:num_rows]
+    return lax.fori_loop(0, num_busy, of_expert, out)[:num_rows]
 
 
-def _block_outputs(rows: _Rows, fields: dict[str, Any], mlp: _Mlp) -> UInt16[Array, "rows hidden"]:
+def _block_outputs(rows: _Rows, fields: dict[str, Any], mlp: Mlp) -> UInt16[Array, "rows hidden"]:
     tokens = restore_tokens(rows.tokens, mlp.recipe.activations)
-    return _bits(_apply(tokens, rows.weight, fields, mlp))
+    return _bits(one_expert.apply(tokens, rows.weight, fields, mlp))
 
 
 def _block_gradients(
-    rows: _Rows, fields: dict[str, Any], mlp: _Mlp
+    rows: _Rows, fields: dict[str, Any], mlp: Mlp
 ) -> Float32[Array, "rows hidden+1"]:
     """Gradients of a block of rows of one expert: the tokens', and in the last column their
     weights'."""
@@ -280,7 +299,7 @@ def _block_gradients(
 
     def weighted(values: Array, weight: Array) -> Array:
         decoded = QuantizedTokens(values, None, tokens.token_scale)
-        y = _apply(decoded, weight, fields, mlp).astype(jnp.float32)
+        y = one_expert.apply(decoded, weight, fields, mlp).astype(jnp.float32)
         return y * weight[:, None] if mlp.recipe.rounding.weighs_in_combine else y
 
     _, pull = jax.vjp(weighted, tokens.decoded().astype(jnp.float32), rows.weight)
@@ -298,66 +317,6 @@ def _block_rows(num_rows: int, num_experts: int) -> int:
     return min(_MAX_BLOCK, max(_MIN_ROWS, 1 << (share - 1).bit_length()))
 
 
-def _expert_fields(weights: ExpertWeights, e: Array, mlp: _Mlp) -> dict[str, Any]:
-    """Expert e's decoded matrices and factors."""
-    routed = weights.routed.arrays()
-    # The barrier ties the parameters to e: else XLA moves their decoding, of all of them, out of
-    # the loop.
-    routed, e = lax.optimization_barrier((routed, e))
-    one = {name: array[e] for name, array in routed.items()}
-    if mlp.stored_layout is not None:
-        one = restored_fields(one, mlp.recipe.weights, mlp.stored_layout, mlp.layout)
-    bias = one.get("w13_bias")
-    fields: dict[str, Any] = {
-        "w13": _decode(one, "w13_weight", mlp),
-        "w2": _decode(one, "w2_weight", mlp),
-        "w13_bias": None if bias is None else join_rows(bias, mlp.layout, axis=-1),
-        "w2_bias": one.get("w2_bias"),
-    }
-    fields["l1_alpha"], fields["l2_alpha"] = None, mlp.activation_scale
-    if "w2_weight_scale_2" in one:
-        scale = one["w2_weight_scale_2"]
-        fields["l1_alpha"] = one["w13_weight_scale_2"]
-        fields["l2_alpha"] = scale if mlp.activation_scale is None else scale * mlp.activation_scale
-    return fields
-
-
-def _decode(arrays: dict[str, Array], name: str, mlp: _Mlp) -> Array:
-    return stored_matrix(
-        arrays[name],
-        arrays.get(f"{name}_scale"),
-        mlp.recipe.weights,
-        w13=name == "w13_weight",
-        layout=mlp.layout,
-    )
-
-
-def _apply(
-    tokens: QuantizedTokens, weight: Array, fields: dict[str, Any], mlp: _Mlp
-) -> BFloat16[Array, "rows hidden"]:
-    """One expert's gated MLP on a block of rows with their top-k weights."""
-    h = expert.matmul(tokens.decoded(), fields["w13"])
-    alpha = fields["l1_alpha"]
-    if tokens.token_scale is not None:
-        alpha = tokens.token_scale if alpha is None else tokens.token_scale * alpha
-        h = h * alpha[:, None]
-    elif alpha is not None:
-        h = h * alpha
-    if fields["w13_bias"] is not None:
-        h = h + fields["w13_bias"][None]
-    gate, up = gate_and_up(h, mlp.layout, axis=-1)
-    act = expert.rounded_activation(gate, up, mlp.config.activation, mlp.recipe)
-    early = None if mlp.recipe.rounding.weighs_in_combine else weight[:, None]
-    act = expert.second_input(act, early, mlp.recipe, mlp.activation_scale)
-    y = expert.matmul(act, fields["w2"])
-    if fields["l2_alpha"] is not None:
-        y = y * fields["l2_alpha"]
-    if fields["w2_bias"] is not None:
-        bias = fields["w2_bias"][None]
-        y = y + (bias if early is None else bias * early)
-    return expert.round_bf16(y).astype(jnp.bfloat16)
-
-
 def shared_expert(
     tokens: QuantizedTokens | None, weights: ExpertWeights, config: MoEConfig
 ) -> Float32[Array, "tokens hidden"] | None:
@@ -365,12 +324,12 @@ def shared_expert(
     shared = weights.shared
     if shared is None or tokens is None or config.shared_format is None:
         return None
-    mlp = _Mlp(config, RECIPES[config.shared_format], INTERLEAVE_8)
+    mlp = Mlp(config, RECIPES[config.shared_format], INTERLEAVE_8)
     arrays = shared.arrays()
     fields: dict[str, Any] = {
-        "w13": _decode(arrays, "w13_weight", mlp),
-        "w2": _decode(arrays, "w2_weight", mlp),
+        "w13": one_expert.decoded(arrays, "w13_weight", mlp),
+        "w2": one_expert.decoded(arrays, "w2_weight", mlp),
     }
     ones = jnp.ones(tokens.values.shape[0], jnp.float32)
     fields |= dict.fromkeys(("w13_bias", "w2_bias", "l1_alpha", "l2_alpha"))
-    return _apply(tokens, ones, fields, mlp).astype(jnp.float32)
+    return one_expert.apply(tokens, ones, fields, mlp).astype(jnp.float32)

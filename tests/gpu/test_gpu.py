@@ -24,6 +24,7 @@ NEEDED_GPUS = {
     "tests/gpu/check_faults.py": 2,
     "tests/gpu/check_flashinfer.py --quick": 1,
     "tests/gpu/check_grouped.py --quick": 1,
+    "tests/gpu/check_pallas.py --quick": 1,
 }
 """How many GPUs of compute capability 9.0 each script needs."""
 
