@@ -17,6 +17,7 @@ from jaxtyping import Array, BFloat16, Float, Float32, Int32
 
 from jax_megamoe.mesh import vary, varying_axes
 
+triton: Any
 try:
     from jax.experimental.pallas import triton
 except ImportError:  # JAX will drop it one day
@@ -158,7 +159,6 @@ def product(
     operands = [*blocks, order, x, w, *(each for each in weighed or () if each is not None)]
     axes = frozenset[str]().union(*map(varying_axes, operands))
     operands = [vary(each, axes) for each in operands]
-    assert triton is not None
     like = jax.typeof(operands[0])
     kernel = partial(
         _kernel, tiles=tiles, top_k=top_k, biased=weighed is not None,
@@ -186,7 +186,6 @@ def _kernel(
     Columns come first in the grid: blocks of one expert run close together, and find its matrix in
     the L2 cache.
     """
-    assert triton is not None
     column, block = pl.program_id(0), pl.program_id(1)
     out_ref = rest[-1]
     e = expert_ref[block]
