@@ -200,6 +200,14 @@ _RECIPES = (
     Recipe("fp8_block", FP8_BLOCK, _FP8_ACTIVATIONS, rounding=Rounding(rounds_gate_up=False)),
     Recipe("mxfp4_block", MXFP4, _FP8_ACTIVATIONS, rounding=_FLASHINFER),
     Recipe("nvfp4_block", NVFP4, _FP8_ACTIVATIONS, rounding=_FLASHINFER),
+    # As GPT-OSS's model: outputs are weighed, tokens stay BF16.
+    Recipe(
+        "mxfp4_bf16",
+        MXFP4,
+        _BF16_ACTIVATIONS,
+        ("swiglu", "situ"),
+        rounding=Rounding(weighs_in_combine=True),
+    ),
 )
 
 RECIPES: Mapping[str, Recipe] = MappingProxyType({recipe.name: recipe for recipe in _RECIPES})

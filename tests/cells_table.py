@@ -240,7 +240,7 @@ def _summary(statuses: dict[Cell, dict[str, str]], source: str) -> str:
             error = f" (error up to {_largest_error(records):.0e})"
         with_shared = f"; shared expert in {shared}" if shared else ""
         said.append(f"{word}{error}: {names}{with_shared}")
-    return "<br>".join(said) or "refused"
+    return "<br>".join(said) or "no kernel"
 
 
 def readme(text: str, rows: str) -> str:

@@ -11,7 +11,7 @@ from jax_megamoe.weights.params import ExpertWeights
 
 F32 = np.float32
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], F32)
-GROUP = {"mxfp8": 32, "mxfp4": 32, "nvfp4": 16}
+GROUP = {"mxfp8": 32, "mxfp4": 32, "nvfp4": 16, "mxfp4_bf16": 32}
 PACKED = ("mxfp4_block", "nvfp4_block")
 """Recipes whose codes and scales are in one array."""
 SIGN_NIBBLE = (1, 3, 5, 7, 0, 2, 4, 6)
@@ -55,7 +55,7 @@ def moe(
                 continue
             weight = F32(topk_weights[t, k])
             bias = None if every_bias is None else [part[e] for part in every_bias]
-            late = (form == "nvfp4" and not early_nvfp4) or not rounds
+            late = (form in ("nvfp4", "mxfp4_bf16") and not early_nvfp4) or not rounds
             early = F32(1) if late else weight
             mlp = [part[e] for part in matrices]
             rule = "sgl_nvfp4" if early_nvfp4 else form

@@ -194,7 +194,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
         {"weight_format": "fp16"},
         ValueError,
         r"weight_format: expected one of \['mxfp4', 'mxfp8', 'nvfp4', 'bf16', 'fp8_block', "
-        r"'mxfp4_block', 'nvfp4_block'\], got 'fp16'",
+        r"'mxfp4_block', 'nvfp4_block', 'mxfp4_bf16'\], got 'fp16'",
     ),
     ({"activation": 3}, TypeError, r"activation: expected an Activation or its name, got 3"),
     ({"activation": "relu"}, ValueError, r"activation: expected one of .*, got 'relu'"),

@@ -27,6 +27,7 @@ AGREEMENT = {
     "mxfp4": Agreement(norm=5e-4, token=6e-3),
     "fp8_block": Agreement(norm=5e-4, token=6e-3),
     "mxfp4_block": Agreement(norm=5e-4, token=6e-3),
+    "mxfp4_bf16": Agreement(norm=2e-4, token=1e-3),
     # As fp8_block; but `xla` scales the sum where `reference` scales the weights.
     "nvfp4_block": Agreement(norm=1e-3, token=8e-3),
     # An E2M1 step is up to 1/2; and `xla` scales the sum where `reference` scales the weights,
@@ -71,6 +72,7 @@ EMULATED = {
     # The emulator adds products almost exactly and rounds approximations correctly: what is left is
     # where its sums are rounded, 16 to 64 of K at a time.
     "bf16": Agreement(norm=1e-3, token=3e-3),
+    "mxfp4_bf16": Agreement(norm=1e-3, token=3e-3),
     "mxfp8": Agreement(norm=1e-3, token=6e-3),
     "mxfp4": Agreement(norm=1e-3, token=6e-3),
     "nvfp4": Agreement(norm=2e-3, token=2.5e-2),
@@ -134,6 +136,8 @@ ACCURACY = {
     # cast alone has gain 0.990 on normal values (nearest of few values pulls in): 0.990^3.
     "mxfp4": Accuracy((0.043, 0.051), (0.18, 0.22), layer_gain=0.970),
     "mxfp4_block": Accuracy((0.043, 0.051), (0.18, 0.22), layer_gain=0.970),
+    # Activations as bf16, weights as mxfp4.
+    "mxfp4_bf16": Accuracy((0.003, 0.005), (0.18, 0.22), layer_gain=0.970),
     # As mxfp8 with weights as of nvfp4, rounded to E4M3 once more.
     "nvfp4_block": Accuracy((0.043, 0.051), (0.15, 0.19), layer_gain=0.976),
     # E2M1 under an E4M3 scale has rms 0.095 and gain 0.9955: the largest of a block saturates where
@@ -162,6 +166,7 @@ GRADIENTS = {
     # they are as far off as the forward pass (ACCURACY.activations), the top-k weights' gradient
     # being the expert's output itself.
     "bf16": Gradient(0.005, 0.005),
+    "mxfp4_bf16": Gradient(0.005, 0.005),
     "mxfp8": Gradient(0.055, 0.05),
     "mxfp4": Gradient(0.055, 0.05),
     "fp8_block": Gradient(0.055, 0.05),
@@ -175,6 +180,7 @@ GRADIENTS = {
 GRADIENT_AGREEMENT = {
     # As AGREEMENT, and for x a last rounding to BF16, which a sum in another order may flip.
     "bf16": Gradient(2e-4, 2e-4),
+    "mxfp4_bf16": Gradient(2e-4, 2e-4),
     "mxfp8": Gradient(5e-4, 5e-4),
     "mxfp4": Gradient(5e-4, 5e-4),
     "fp8_block": Gradient(5e-4, 5e-4),

@@ -52,6 +52,8 @@ def test_every_kind_of_layer() -> None:
         assert runs.pop((recipe, None, "swiglu")) == ("flashinfer", ("flashinfer",))
         for activation in ("GPT-OSS's swiglu", "any alpha, beta"):
             assert runs.pop((recipe, None, activation)) == (None, ())
+    for activation in ("swiglu", "GPT-OSS's swiglu", "any alpha, beta", "situ"):
+        assert runs.pop(("mxfp4_bf16", None, activation)) == none
     assert not runs
 
 

@@ -26,6 +26,7 @@ LAYOUTS = {
     "fp8_block": "humming_fp8",
     "mxfp4_block": "humming_fp8",
     "mxfp4": "humming_bf16",
+    "mxfp4_bf16": "humming_bf16",
     "mxfp8": "humming_bf16",
     "nvfp4": "humming_bf16",
 }

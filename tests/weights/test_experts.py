@@ -24,6 +24,7 @@ ROUNDING = {
     "mxfp4": (0.105, 0.125),
     "nvfp4": (0.088, 0.102),
     "mxfp4_block": (0.105, 0.125),
+    "mxfp4_bf16": (0.105, 0.125),
     # As nvfp4, and an eighth of them rounded to E4M3 again.
     "nvfp4_block": (0.088, 0.106),
 }
@@ -41,7 +42,7 @@ def test_dequantize_is_the_inverse(form: str) -> None:
         assert low <= error <= high, f"{name}: {error}"
     again = mm.dequantize_experts(cfg, mm.quantize_experts(cfg, *got))
     for back, first in zip(again, got, strict=True):
-        if form in ("bf16", "mxfp8", "mxfp4", "mxfp4_block"):
+        if form in ("bf16", "mxfp8", "mxfp4", "mxfp4_block", "mxfp4_bf16"):
             np.testing.assert_array_equal(back, first)
 
 
