@@ -93,4 +93,5 @@ def _none(config: MoEConfig, source: str | None, implementation: str | None) -> 
     if source is not None and known:
         others = " or ".join(dict.fromkeys(each.source for each in known))
         return missing("source", f"{others} for {recipe.name}", source)
-    return missing("weight_format", "a recipe that has a kernel", recipe.name, "grouped and xla run it")
+    hint = "grouped and xla run it"
+    return missing("weight_format", "a recipe that has a kernel", recipe.name, hint)
