@@ -6,8 +6,8 @@
 - docs/images/league.png: the same as a picture;
 - jax_megamoe/launch/measured.json: what `mega_moe` goes by where no implementation is named.
 
-New times enter by a run of `python -m jax_megamoe bench gpu --json
-benchmarks/results/bench_gpu_<name>.json`.
+New times enter by a run of benchmarks/gpu/league_cells.py, whose league_h200_<models>.json belong
+into benchmarks/results, or of `bench gpu --json benchmarks/results/bench_gpu_<name>.json`.
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import recorded
 
+from jax_megamoe.cli.gpu.contenders import TORCH_PEERS
 from jax_megamoe.cli.gpu.models import MODELS
 from jax_megamoe.cli.gpu.picture import save_picture
 from jax_megamoe.cli.gpu.result import OURS, Ceilings, Timing, measured_rows
@@ -31,10 +32,14 @@ COLUMNS = (
     ("grouped", "fp8_block"),
     ("grouped", "mxfp4_block"),
     ("grouped", "mxfp4 x bf16"),
+    ("grouped", "bf16"),
     ("xla", "fp8_block"),
+    ("xla", "bf16"),
     ("bare DeepGEMM", "fp8_block"),
     ("bare FlashInfer", "mxfp4_block"),
-    ("Humming", "mxfp4_block"),
+    ("humming", "fp8_block"),
+    ("humming", "mxfp4_block"),
+    ("humming", "mxfp4 x bf16"),
     ("triton_kernels", "mxfp4 x bf16"),
     ("tokamax", "bf16"),
     ("ragged_dot", "bf16"),
@@ -42,6 +47,8 @@ COLUMNS = (
 """Implementation and recipe."""
 
 NOT_RUN = "not run"
+ONE_RUN = "†"
+"""Marks a cell of the league's own run."""
 
 
 def table(
@@ -85,7 +92,8 @@ def _cell(timing: Timing | None, ceilings: Ceilings, bold: bool) -> str:
         return NOT_RUN
     text = f"{timing.microseconds:.0f}"
     text = f"**{text}**" if bold else text
-    return f"{text} ({ceilings.share(timing):.2f})"
+    mark = ONE_RUN if recorded.in_league(timing) else ""
+    return f"{text}{mark} ({ceilings.share(timing):.2f})"
 
 
 def page(timings: Sequence[Timing], ceilings: Ceilings) -> str:
@@ -114,6 +122,13 @@ def page(timings: Sequence[Timing], ceilings: Ceilings) -> str:
         "two files with care. GPT-OSS's layer has its biases and its own SwiGLU.",
         "",
     ]
+    if any(recorded.in_league(each) for each in timings):
+        lines += [
+            f"Cells with {ONE_RUN} are of one run (benchmarks/gpu/league_cells.py): all columns "
+            "of a model on one GPU within minutes, each program 16 layers with another routing "
+            "each, peers that need torch in a CUDA graph of as many.",
+            "",
+        ]
     lost: list[str] = []
     for ranks in sorted({each.num_ranks for each in timings}):
         for model in MODELS:
@@ -160,7 +175,7 @@ def main() -> None:
         each
         for each in timings
         if each.num_ranks == 1
-        and each.implementation in ("deep_gemm", "grouped", "ragged_dot")
+        and each.implementation in ("deep_gemm", "grouped", "ragged_dot", *TORCH_PEERS)
         and each.series in COLUMNS
     ]
     PICTURE.parent.mkdir(exist_ok=True)

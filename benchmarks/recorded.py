@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from jax_megamoe.cli.gpu.models import MODELS
-from jax_megamoe.cli.gpu.result import Ceilings, Timing, read_result
+from jax_megamoe.cli.gpu.result import Ceilings, GpuResult, Timing, read_result
 
 RESULTS = Path(__file__).parent / "results"
 DEVICE = "NVIDIA H200"
@@ -92,28 +93,43 @@ def two_gpus() -> Iterator[Timing]:
             yield Timing(*peer, **_bf16(row), **common)
 
 
-def runs() -> Iterator[Timing]:
-    """What `bench gpu` wrote into benchmarks/results on the same kind of GPU."""
-    for path in sorted(RESULTS.glob("bench_gpu_*.json")):
-        found = read_result(path)
-        if found.device == DEVICE:
-            yield from (
-                Timing(**{**vars(each), "source": path.name})
-                for each in found.timings
-                if each.microseconds is not None
-            )
+LEAGUE = "league_h200"
+"""Names of the files of benchmarks/gpu/league_cells.py start so."""
+
+
+def runs() -> Iterator[tuple[str, GpuResult]]:
+    """Files that `bench gpu` and after them those that the league wrote on this kind of GPU."""
+    for pattern in ("bench_gpu_*.json", f"{LEAGUE}*.json"):
+        for path in sorted(RESULTS.glob(pattern)):
+            found = read_result(path)
+            if found.device == DEVICE:
+                yield path.name, found
+
+
+def in_league(timing: Timing) -> bool:
+    """Whether a time is of the league's own run."""
+    return timing.source.startswith(LEAGUE)
 
 
 def timings() -> list[Timing]:
     """All of them; of one that was measured twice, the later."""
-    found = [*hopper_fp8(), *hopper_mxfp4(), *grouped(), *two_gpus(), *runs()]
+    found = [*hopper_fp8(), *hopper_mxfp4(), *grouped(), *two_gpus()]
+    found += [
+        replace(each, source=name)
+        for name, result in runs()
+        for each in result.timings
+        if each.microseconds is not None
+    ]
     keyed = {(e.num_ranks, e.model, *e.series, e.num_tokens): e for e in found}
     return list(keyed.values())
 
 
 def ceilings() -> Ceilings:
-    """Of the run that measured all three."""
-    return Ceilings(**_json("sm90_h200.json")["ceilings"])
+    """The highest rates that a run measured: no GPU of the kind does more."""
+    first = Ceilings(**_json("sm90_h200.json")["ceilings"])
+    measured = [first, *(result.ceilings for name, result in runs() if name.startswith(LEAGUE))]
+    rates = (max(getattr(each, rate.name) for each in measured) for rate in fields(Ceilings))
+    return Ceilings(*rates)
 
 
 def environments() -> dict[str, str]:
@@ -121,6 +137,7 @@ def environments() -> dict[str, str]:
     found = {}
     for name in sorted({each.source for each in timings()}):
         held = _json(name)
+        held = held.get("versions", held)
         said = [f"{key} {held[key]}" for key in ("driver", "jax") if isinstance(held.get(key), str)]
         found[name] = ", ".join(said)
     return found

@@ -13,6 +13,7 @@ FOLDERS = (
     ROOT / "examples",
     ROOT / "tests",
     ROOT / "tests/gpu",
+    ROOT / "benchmarks",
     ROOT / "benchmarks/gpu",
 )
 SCRIPTS = tuple(

@@ -1,7 +1,7 @@
 """Every program of a run, compiled before the first is timed, several at a time."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -47,8 +47,14 @@ class Built:
     weight_bytes: float
 
 
+LATE = "no time was left"
+
+
 def compile_all(
-    entries: Sequence[Entry], counts: Sequence[int], jobs: int | None = None
+    entries: Sequence[Entry],
+    counts: Sequence[int],
+    late: Callable[[], bool] = lambda: False,
+    jobs: int | None = None,
 ) -> dict[Entry, Built | str]:
     """The programs of each entry, or why it has none.
 
@@ -58,15 +64,16 @@ def compile_all(
     Args:
         entries: of this process.
         counts: numbers of tokens.
+        late: whether nothing more may be started.
         jobs: programs at a time; None: the processors of the machine.
     """
     with ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
         models = dict.fromkeys(each.model for each in entries)
         draws = [pool.submit(drawn, model, count) for model in models for count in counts]
-        found = {each: pool.submit(_made, each, max(counts)) for each in entries}
+        found = {each: pool.submit(_made, each, max(counts), late) for each in entries}
         # The largest calls first: they take longest to compile.
         runs = {
-            (each, count): pool.submit(_run, future, each, count)
+            (each, count): pool.submit(_run, future, each, count, late)
             for count in sorted(counts, reverse=True)
             for each, future in found.items()
         }
@@ -82,8 +89,10 @@ def compile_all(
     return built
 
 
-def _made(entry: Entry, most: int) -> tuple[Any, Any, Any, float] | str:
+def _made(entry: Entry, most: int, late: Callable[[], bool]) -> tuple[Any, Any, Any, float] | str:
     """The layer, the program that makes its parameters, their shapes, bytes of an expert."""
+    if late():
+        return LATE
     prepare = contenders.OURS.get(entry.implementation) or contenders.PEERS[entry.implementation]
     try:
         prepared = prepare(entry.model, entry.recipe, most)
@@ -95,11 +104,11 @@ def _made(entry: Entry, most: int) -> tuple[Any, Any, Any, float] | str:
     return prepared.layer, made, shapes, prepared.weight_bytes(shapes)
 
 
-def _run(future: "Future[Any]", entry: Entry, count: int) -> Any:
+def _run(future: "Future[Any]", entry: Entry, count: int, late: Callable[[], bool]) -> Any:
     """The program of a number of tokens, or why there is none."""
     made = future.result()
-    if isinstance(made, str):
-        return made
+    if isinstance(made, str) or late():
+        return made if isinstance(made, str) else LATE
     layer, _, shapes, _ = made
     try:
         like = jax.eval_shape(partial(tokens, entry.model, count))

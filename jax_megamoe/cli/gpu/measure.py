@@ -13,7 +13,7 @@ import numpy as np
 
 from jax_megamoe import _checks
 from jax_megamoe.cli.gpu import contenders
-from jax_megamoe.cli.gpu.compiled import Built, Entry, compile_all
+from jax_megamoe.cli.gpu.compiled import LATE, Built, Entry, compile_all
 from jax_megamoe.cli.gpu.contenders import TORCH_PEERS, Series
 from jax_megamoe.cli.gpu.machine import REFUSED, Timer, ceilings, line_of, versions
 from jax_megamoe.cli.gpu.models import BYTES_OF_A_WEIGHT, Model
@@ -25,8 +25,6 @@ from jax_megamoe.launch.runnable import supported
 from jax_megamoe.plan.refusal import Refusal
 
 Progress = Callable[[str, float], None]
-
-LATE = "no time was left"
 
 
 @dataclass(frozen=True)
@@ -118,7 +116,11 @@ def measure(
     Raises:
         ValueError: sizes that no layer has.
     """
-    begun, device = time.monotonic(), jax.devices()[0]
+    begun, device, counts = time.monotonic(), jax.devices()[0], request.token_counts
+
+    def late() -> bool:
+        return request.seconds is not None and time.monotonic() - begun > request.seconds
+
     progress("copy and matmul rates", 0.0)
     rates = ceilings(timer, small=device.platform == "cpu")
     entries = _entries(request, device)
@@ -128,32 +130,26 @@ def measure(
         others = {name: stack.enter_context(closing(processes(name))) for name in used}
         for name, process in others.items():
             cells = [(e.name, e.recipe) for e in entries if e.implementation == name]
-            process.start(request.models, cells, request.token_counts)
-        progress("compiling", 0.0)
-        built = compile_all(
-            [e for e in entries if e.implementation not in others], request.token_counts
-        )
-        for process in others.values():
-            result.versions.update(process.wait())
-        for index, entry in enumerate(_in_turn(entries)):
-
-            def say(text: str, index: int = index, entry: Entry = entry) -> None:
-                words = (entry.name, entry.implementation, entry.recipe, text)
-                progress(" ".join(words), index / len(entries))
-
-            def late() -> bool:
-                return request.seconds is not None and time.monotonic() - begun > request.seconds
-
-            process = others.get(entry.implementation)
-            rows = (
-                _rows(entry, built.pop(entry), request.token_counts, timer, late)
-                if process is None
-                else _peer_rows(entry, process, request.token_counts, late)
-            )
-            for row in rows:
-                result = replace(result, timings=(*result.timings, row))
-                save(result)
-                say(f"{row.num_tokens} tokens: {_said(row)}")
+            process.start(request.models, cells, counts)
+        done = 0
+        for wave in _waves(_in_turn(entries)):
+            progress("compiling", done / len(entries))
+            built = compile_all([e for e in wave if e.implementation not in others], counts, late)
+            for name in dict.fromkeys(e.implementation for e in wave):
+                if name in others:
+                    result.versions.update(others[name].wait())
+            for entry in wave:
+                words = f"{entry.name} {entry.implementation} {entry.recipe}"
+                if entry in built:
+                    rows = _rows(entry, built.pop(entry), counts, timer, late)
+                else:
+                    rows = _peer_rows(entry, others[entry.implementation], counts, late)
+                for row in rows:
+                    result = replace(result, timings=(*result.timings, row))
+                    save(result)
+                    said = f"{words} {row.num_tokens} tokens: {_said(row)}"
+                    progress(said, done / len(entries))
+                done += 1
     progress("done", 1.0)
     order = {_place(each): n for n, each in enumerate(entries)}
     result = replace(result, timings=tuple(sorted(result.timings, key=lambda e: order[_place(e)])))
@@ -174,6 +170,16 @@ def _in_turn(entries: Sequence[Entry]) -> list[Entry]:
     """As they are timed: a series of all models, then the next."""
     rank = {series: n for n, series in enumerate(contenders.FIRST)}
     return sorted(entries, key=lambda e: rank.get((e.implementation, e.recipe), len(rank)))
+
+
+def _waves(turns: Sequence[Entry]) -> list[list[Entry]]:
+    """What is compiled before any of it is timed: kernels of ours and peers in other processes;
+    then, each for itself, what XLA compiles, which may take it minutes."""
+    found: dict[str, list[Entry]] = {"": []}
+    for each in turns:
+        by_xla = each.implementation in (*contenders.PEERS, "xla")
+        found.setdefault(each.implementation if by_xla else "", []).append(each)
+    return [wave for wave in found.values() if wave]
 
 
 def _entries(request: Request, device: jax.Device) -> list[Entry]:

@@ -45,6 +45,7 @@ from humming.tune import (  # noqa: E402  # pyright: ignore[reportMissingImports
 from humming.tune.process_input import (  # noqa: E402  # pyright: ignore[reportMissingImports]
     get_process_input_tuning_intervals,
 )
+from humming.utils.nvrtc import get_nvrtc_library_path  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 from jax_megamoe.cli.gpu.models import BF16_ROWS, Model  # noqa: E402
 from jax_megamoe.cli.gpu.torch_sort import Aligned, count, weighted_sum  # noqa: E402
@@ -149,6 +150,26 @@ def _compile_step(config: Any) -> None:
         ProcessInputKernel.prepare_kernels(config, intervals, 0)
 
 
+def _around(num_tokens: int, top_k: int, experts: int, hidden: int, block: int) -> None:
+    """Runs the first and the last step once, which compiles them."""
+    ids = torch.zeros((num_tokens, top_k), dtype=torch.int32, device="cuda")
+    counts = torch.zeros(experts, dtype=torch.int32, device="cuda")
+    count(ids, counts)
+    Aligned(num_tokens * top_k, experts, block).place(ids, counts)
+    rows = torch.zeros((num_tokens * top_k, hidden), dtype=torch.bfloat16, device="cuda")
+    weighted_sum(rows, torch.zeros(ids.shape, device="cuda"), rows[:num_tokens])
+    torch.cuda.synchronize()
+
+
+def _compiler() -> str:
+    """Its own choice, NVRTC, where that has its library and headers."""
+    try:
+        get_nvrtc_library_path()
+    except Exception:  # how it fails depends on what of CUDA is found
+        return "nvcc"
+    return "nvrtc"
+
+
 class Humming:
     """Layers by its products."""
 
@@ -172,9 +193,12 @@ class Humming:
             ]
             for config in configs:
                 for each in token_counts:
-                    rows = each * model.top_k
-                    name = f"{config.to_str()} {_tuning(config, rows)}"
-                    jobs[name] = partial(_kernel, config, rows)
+                    tuning = _tuning(config, each * model.top_k)
+                    name = f"{config.to_str()} {tuning}"
+                    jobs[name] = partial(_kernel, config, each * model.top_k)
+                    block = tuning["block_shape"][0]
+                    sizes = each, model.top_k, model.num_experts, model.hidden_size
+                    jobs[f"{sizes} {block}"] = partial(_around, *sizes, block)
             for step in _steps(configs, model):
                 jobs[str(step)] = partial(_compile_step, step)
 
@@ -186,9 +210,14 @@ class Humming:
                 return repr(error)
             return ""
 
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            failed = [said for said in pool.map(run, jobs.values()) if said]
-        print(f"{len(jobs)} kernels, {len(failed)} failed", *failed[:3], file=sys.stderr)
+        for compiler in (_compiler(), "nvcc"):
+            os.environ["HUMMING_COMPILER"] = compiler
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                failed = [said for said in pool.map(run, jobs.values()) if said]
+            words = f"{len(jobs)} kernels by {compiler}, {len(failed)} failed"
+            print(words, *failed[:3], file=sys.stderr, flush=True)
+            if len(failed) * 2 <= len(jobs):
+                break
 
     def prepare(self, model: Model, recipe: str) -> Callable[[int], Any]:
         """Random parameters in its layout."""

@@ -24,9 +24,9 @@ def _count(ids, counts, n, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _place(
+def _place(  # noqa: PLR0913, PLR0917 (a kernel's operands)
     ids, counts, slots, blocks, used, n, experts,
-    BLOCK: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr, WIDE: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Each program writes the rows of its expert, filled up to whole blocks with n."""
     expert = tl.program_id(0)
@@ -42,8 +42,8 @@ def _place(
         at = start + tl.arange(0, CHUNK)
         there = blocks + first // BLOCK + at
         tl.store(there, tl.zeros((CHUNK,), tl.int32) + expert, mask=at < whole)
-    last = own + tl.arange(0, BLOCK)
-    tl.store(slots + first + last, tl.zeros((BLOCK,), tl.int32) + n, mask=last < whole * BLOCK)
+    last = own + tl.arange(0, WIDE)
+    tl.store(slots + first + last, tl.zeros((WIDE,), tl.int32) + n, mask=last < whole * BLOCK)
     before = 0
     for start in range(0, n, CHUNK):
         at = start + tl.arange(0, CHUNK)
@@ -91,7 +91,7 @@ class Aligned:
         launch: Any = _place
         launch[(experts,)](
             ids, counts, self.slots, self.blocks, self.used, n, experts,
-            BLOCK=block, EXPERTS=wide, CHUNK=chunk,
+            BLOCK=block, WIDE=triton.next_power_of_2(block), EXPERTS=wide, CHUNK=chunk,
         )  # fmt: skip
 
 
