@@ -32,7 +32,8 @@ from jax_megamoe.formats import RECIPES
 from jax_megamoe.plan import plan_mega_moe
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.folding import COLUMNS as COLUMNS_OF_BIAS
-from jax_megamoe.plan.grouped.layer import GroupedLayer, plan_grouped, refusal
+from jax_megamoe.plan.grouped.layer import GroupedLayer, plan_grouped
+from jax_megamoe.plan.grouped.rules import refusal
 from jax_megamoe.plan.launch import KernelLaunch, parameter_block
 
 NUM_RANKS = 8
@@ -133,7 +134,7 @@ def grouped_launches() -> Iterator[Planned]:
             case = recipe.name + (", scales of rows" if scale == "channel" else "")
             for step in plan.steps:
                 if isinstance(step, KernelLaunch):
-                    has_tiles = step.kernel.source == "humming"
+                    has_tiles = step.kernel.source != "jax_megamoe"
                     yield Planned(case, plan.block_m if has_tiles else 0, step)
 
 

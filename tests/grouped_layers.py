@@ -14,8 +14,8 @@ import jax_megamoe as mm
 from jax_megamoe.formats import RECIPES as BY_NAME
 from jax_megamoe.numerics import expert
 from jax_megamoe.numerics.tokens import quantize_tokens
-from jax_megamoe.plan.grouped import layer as layers
 from jax_megamoe.plan.grouped.layer import GroupedLayer
+from jax_megamoe.plan.grouped.rules import layout_of
 from jax_megamoe.weights.drawn import random_experts
 from jax_megamoe.weights.experts import dequantize_experts
 from jax_megamoe.weights.layout import w13_from_kernel
@@ -31,6 +31,7 @@ RECIPES = (
     ("mxfp8", "bf16"),
     ("nvfp4", "nvfp4"),
     ("nvfp4", "bf16"),
+    ("bf16", "bf16"),
 )
 """Weight formats and activation formats that the products have on Hopper."""
 
@@ -98,7 +99,8 @@ def grouped_weights(
     each: GroupedLayer, stored: ExpertWeights, by_row: bool | None = None
 ) -> ExpertWeights:
     """The parameters as the products read them."""
-    return to_grouped(stored, layers.layout_of(each.activations), by_row=by_row)
+    layout = layout_of(each.weights, each.activations)
+    return stored if layout == stored.layout else to_grouped(stored, layout, by_row=by_row)
 
 
 def parameters(each: GroupedLayer, grouped: ExpertWeights) -> dict[str, Array]:

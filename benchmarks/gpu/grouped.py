@@ -1,11 +1,13 @@
 """`implementation="grouped"` on one GPU: whole jitted layers, beside the products alone and `xla`.
 
-    PYTHONPATH=.:tests:tests/gpu:benchmarks/gpu python benchmarks/gpu/grouped.py [--quick]
+    PYTHONPATH=.:tests:tests/gpu:benchmarks/gpu python benchmarks/gpu/grouped.py \
+        [--quick] [--shapes qwen3_30b] [--weights bf16]
 
-Needs Humming's headers and a compiler, as tests/gpu/check_grouped.py. A layer's time is that of a
-scan of LAYERS layers, each with every id one further, so that weights come from memory; `products`
-is the same with the two products alone, on tables that one call made, so that the difference is
-what sorting, quantising, activation and sum cost. Results go to $OUT after every row, as JSON.
+Needs Humming's or sgl's headers and a compiler, as tests/gpu/check_grouped.py. A layer's time is
+that of a scan of LAYERS layers, each with every id one further, so that weights come from memory;
+`products` is the same with the two products alone, on tables that one call made, so that the
+difference is what sorting, quantising, activation and sum cost. Results go to $OUT after every row,
+as JSON.
 
     PYTHONPATH=.:tests:tests/gpu:benchmarks/gpu python benchmarks/gpu/grouped.py --gpt-oss 36
 
@@ -35,7 +37,8 @@ import jax_megamoe as mm
 from jax_megamoe.cli.gpu.models import MODELS
 from jax_megamoe.compile import compile_many
 from jax_megamoe.launch import grouped, launcher
-from jax_megamoe.plan.grouped.layer import GroupedLayer, plan_grouped, planned_arch
+from jax_megamoe.plan.grouped.layer import GroupedLayer, plan_grouped
+from jax_megamoe.plan.grouped.rules import planned_arch, source_of
 from jax_megamoe.plan.launch import KernelLaunch
 from jax_megamoe.runtime.devices import device_spec
 
@@ -49,6 +52,7 @@ RECIPES = (
     ("mxfp4", "bf16"),
     ("mxfp4", "mxfp8"),
     ("fp8_block", "fp8_block"),
+    ("bf16", "bf16"),
 )
 GPT_OSS = MODELS["gpt_oss_120b"].sizes
 GPT_OSS_LAYERS = 36
@@ -56,7 +60,8 @@ GPT_OSS_LAYERS = 36
 
 @dataclass
 class Row:
-    """One layer; microseconds. `apart`: launches that do not overlap; `plain`: no stream-K."""
+    """One layer; microseconds. `apart`: launches that do not overlap; `plain`: no stream-K, which
+    BF16 weights never have."""
 
     shape: str
     recipe: str
@@ -103,7 +108,9 @@ def scanned(each: GroupedLayer) -> Callable[[dict[str, Array]], Array]:
 def products_alone(each: GroupedLayer, operands: dict[str, Array]) -> Callable[[], Array]:
     """The two products LAYERS times on the tables of LAYERS routings, in one program."""
     plan = plan_grouped(replace(each, early=False))
-    alone = replace(plan, steps=(plan.steps[1], plan.steps[3]))
+    source = source_of(each.weights)
+    products = [s for s in plan.steps if isinstance(s, KernelLaunch) and s.kernel.source == source]
+    alone = replace(plan, steps=tuple(products))
     shapes = {name: jax.ShapeDtypeStruct(*like) for name, *like in plan.scratch}
     written = {name: shapes[name] for name in ("h", "outputs")}
     call = jax.jit(partial(grouped.launch_layer, replace(each, early=False)))
@@ -133,15 +140,14 @@ def row(shape: str, recipe: tuple[str, str], num_tokens: int, weights: Any) -> R
     experts = len(
         np.unique(np.asarray(operands["topk_ids"])[np.asarray(operands["topk_ids"]) >= 0])
     )
-    timed = {
-        "layer": each,
-        "apart": replace(each, early=False),
-        "plain": replace(each, stream_k=False),
-    }
+    timed = {"layer": each, "apart": replace(each, early=False)}
+    if not each.in_slots:
+        timed["plain"] = replace(each, stream_k=False)
     found: dict[str, float] = {}
     for name, variant in timed.items():
         run = scanned(variant)
         found[name] = microseconds(lambda run=run: run(operands), LAYERS)
+    found.setdefault("plain", found["layer"])
     found["products"] = microseconds(products_alone(each, operands), LAYERS)
     routed = sum(a.nbytes for n, a in stored.routed.arrays().items() if "_weight" in n)
     read = routed * experts / each.num_experts
@@ -248,6 +254,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="implementation=grouped on one GPU.")
     parser.add_argument("--quick", action="store_true", help="one shape, three numbers of tokens")
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
+    parser.add_argument("--weights", nargs="+", default=[weights for weights, _ in RECIPES])
     parser.add_argument("--gpt-oss", type=int, default=0, metavar="LAYERS", help="36: the model's")
     arguments = parser.parse_args()
     faulthandler.dump_traceback_later(SECONDS, exit=True)
@@ -257,7 +264,7 @@ def main() -> None:
         gpt_oss(found, (1, 8, 64, 256), arguments.gpt_oss)
         return
     for shape in ["qwen3_30b"] if arguments.quick else arguments.shapes:
-        for recipe in RECIPES:
+        for recipe in (each for each in RECIPES if each[0] in arguments.weights):
             weights = prepared(SHAPES[shape], recipe)
             compiled(variants_of([replace(weights[0], num_tokens=n) for n in counts]))
             for num_tokens in counts:

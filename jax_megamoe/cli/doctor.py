@@ -24,7 +24,7 @@ from jax_megamoe.formats import RECIPES
 from jax_megamoe.launch import grouped
 from jax_megamoe.launch.runnable import runnable
 from jax_megamoe.plan import plan_mega_moe
-from jax_megamoe.plan.grouped import humming
+from jax_megamoe.plan.grouped.rules import source_of
 from jax_megamoe.plan.refusal import Refusal
 from jax_megamoe.runtime import extension
 from jax_megamoe.runtime.devices import device_spec, spec_of
@@ -141,10 +141,11 @@ def grouped_status(config: MoEConfig, device: jax.Device) -> str:
         layout = grouped.layout_of(config, spec.arch)
         if isinstance(layout, Refusal):
             return layout.reason
-        find_source(humming.SOURCE)
+        source = source_of(config.weight_format.name)
+        find_source(source)
     except Exception as error:
         return described(error)
-    return f"Humming's kernels, weights in {layout}"
+    return f"{source}'s kernels, weights in {layout}"
 
 
 def _kind(device: jax.Device) -> str:

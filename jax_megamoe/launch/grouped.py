@@ -17,7 +17,7 @@ from jax_megamoe.launch.runnable import Unavailable, installed_family, unfused
 from jax_megamoe.mesh import Axis
 from jax_megamoe.numerics import expert
 from jax_megamoe.plan.device import DeviceSpec
-from jax_megamoe.plan.grouped import humming, layer
+from jax_megamoe.plan.grouped import layer, rules
 from jax_megamoe.plan.grouped.tiles import SHARED_MEMORY
 from jax_megamoe.plan.launch import KernelLaunch, LaunchPlan
 from jax_megamoe.plan.refusal import Refusal, missing, unfit
@@ -57,11 +57,11 @@ def layout_of(config: MoEConfig, arch: int) -> str | Refusal:
         config: the layer.
         arch: compute capability times ten, of any device.
     """
-    arch = layer.planned_arch(arch) or arch
+    arch = rules.planned_arch(arch) or arch
     weights, activations = config.weight_format.name, activation_format(config)
-    refused = layer.refusal(weights, activations, arch)
+    refused = rules.refusal(weights, activations, arch)
     if not refused:
-        return layer.layout_of(activations)
+        return rules.layout_of(weights, activations)
     got = f"{weights} weights and {activations} activations on {arch // 10}.{arch % 10}"
     return missing("implementation grouped", refused, got, "use xla")
 
@@ -102,7 +102,7 @@ def layer_layout(
     if implementation is not None:
         return layout
     has_run = spec.arch == 90 and num_ranks == 1
-    if not has_run or isinstance(_installed(), Refusal):
+    if not has_run or isinstance(_installed(config), Refusal):
         return None
     why = _why_chosen(config, device, spec, adds_biases=adds_biases)
     if why is None:
@@ -135,11 +135,11 @@ def _log_chosen(recipe: str, why: str) -> None:
     _log.info("%s runs as implementation grouped: %s", recipe, why)
 
 
-def _installed() -> Unavailable | None:
-    """What of the products is not here."""
+def _installed(config: MoEConfig) -> Unavailable | None:
+    """What of a config's products is not here."""
     try:
         extension.module()
-        compiler.find_source(humming.SOURCE)
+        compiler.find_source(rules.source_of(config.weight_format.name))
     except (ImportError, compiler.MissingDependency) as error:
         return Unavailable(str(error), cause=error)
     return None
@@ -176,15 +176,15 @@ def try_route(
         expected = f"{layout!r} for implementation grouped"
         return unfit("weights.layout", expected, repr(weights.layout), hint)
     local = config.experts_per_rank(num_ranks)
-    if local > layer.MAX_EXPERTS:
-        expected = f"at most {layer.MAX_EXPERTS} for implementation grouped"
+    if local > rules.MAX_EXPERTS:
+        expected = f"at most {rules.MAX_EXPERTS} for implementation grouped"
         return unfit("experts of a rank", expected, local, "use more ranks, or xla")
-    absent = _installed()
+    absent = _installed(config)
     if absent is not None:
         return absent
     # 8.6 runs what is compiled for 8.0 and has less room.
     room = SHARED_MEMORY[89] if spec.arch == 86 else 0
-    route = GroupedRoute(layer.planned_arch(spec.arch), spec.num_sms, num_ranks, room)
+    route = GroupedRoute(rules.planned_arch(spec.arch), spec.num_sms, num_ranks, room)
     if num_tokens and num_ranks == 1:
         _build(_described(config, route, weights, num_tokens))
     return route
@@ -259,7 +259,7 @@ def moe(
     eplb: ReplicaMap | None = None,
     with_stats: bool = False,
 ) -> tuple[BFloat16[Array, "tokens hidden"], Int32[Array, " experts"] | None]:
-    """The routed experts on one rank that holds all of them: five launches in one custom call.
+    """The routed experts on one rank that holds all of them, in one custom call.
 
     Args:
         x: bfloat16 [T, H].

@@ -69,7 +69,8 @@ def test_grouped_products(found: set[str], monkeypatch: pytest.MonkeyPatch) -> N
 
     assert "expected the distribution humming-kernels" in status("mxfp4_block")
     monkeypatch.setattr(doctor, "find_source", lambda name: None)
-    assert status("mxfp4_block") == "Humming's kernels, weights in humming_fp8"
+    assert status("mxfp4_block") == "humming's kernels, weights in humming_fp8"
+    assert status("bf16") == "sgl's kernels, weights in interleave8"
     assert "implementation grouped: expected" in status("bf16", "b200")
 
 

@@ -1,12 +1,12 @@
 """The grouped implementation on one GPU: layers of each recipe against exact sums.
 
-    PYTHONPATH=.:tests:tests/gpu python tests/gpu/check_grouped.py [--quick]
+    PYTHONPATH=.:tests:tests/gpu python tests/gpu/check_grouped.py [--quick] [--weights bf16]
 
-Needs Humming's headers (JAX_MEGAMOE_HUMMING_ROOT, or `python -m jax_megamoe sources fetch humming`)
-and a compiler; on Hopper GPUs. Every layer runs jitted, 20 times for its bits, with launches that
-overlap and without, and with and without tiles that are cut along K; `mega_moe` then runs what it
-can be asked for, and where there are several GPUs a layer over all of them. Results go to
-$OUT/check_grouped.json.
+Needs Humming's headers (JAX_MEGAMOE_HUMMING_ROOT, or `python -m jax_megamoe sources fetch humming`;
+sgl's for bf16) and a compiler; on Hopper GPUs. Every layer runs jitted, 20 times for its bits, with
+launches that overlap and without, and with and without tiles that are cut along K; `mega_moe` then
+runs what it can be asked for, and where there are several GPUs a layer over all of them. Results go
+to $OUT/check_grouped.json.
 """
 
 import argparse
@@ -26,12 +26,14 @@ from jaxtyping import Array
 import jax_megamoe as mm
 from jax_megamoe.compile import compile_many, find_source
 from jax_megamoe.launch import grouped
-from jax_megamoe.plan.grouped.layer import GroupedLayer, plan_grouped, planned_arch
+from jax_megamoe.plan.grouped.layer import GroupedLayer, plan_grouped
+from jax_megamoe.plan.grouped.rules import planned_arch, source_of
 from jax_megamoe.plan.launch import KernelLaunch
 from jax_megamoe.runtime.devices import device_spec
 from jax_megamoe.weights.drawn import random_experts
 
 TOKENS = (1, 7, 64, 129, 700)
+WEIGHTS = ("mxfp4", "mxfp8", "nvfp4", "fp8_block", "bf16")
 VARIED = 64
 """Tokens at which a case also runs in other ways than it is planned."""
 REPEATS = 20
@@ -39,8 +41,8 @@ SECONDS = 400
 SIZES = dict(num_experts=64, num_logical=64, top_k=8, hidden_size=1024, intermediate_size=768)
 
 
-def cases(quick: bool) -> list[GroupedLayer]:
-    """Every recipe at odd numbers of tokens, and what a layer may have."""
+def cases(quick: bool, weights: list[str]) -> list[GroupedLayer]:
+    """Every recipe of these weights at odd numbers of tokens, and what a layer may have."""
     here = device_spec(jax.devices()[0])
     place = dict(arch=planned_arch(here.arch), num_sms=here.num_sms)
     make = partial(grouped_layers.case, **SIZES, **place)
@@ -48,12 +50,16 @@ def cases(quick: bool) -> list[GroupedLayer]:
     found = [make(*recipe, n) for recipe in recipes for n in TOKENS]
     gpt = dict(biases=True, clamp=7.0, alpha=1.702, beta=1.0)
     found += [make("mxfp4", name, 64, **gpt) for name in ("bf16", "fp8_block", "mxfp8")]
+    found.append(make("bf16", "bf16", 64, **gpt))
+    # Blocks of 128 rows, and more experts than rows.
+    found.append(make("bf16", "bf16", 700, num_experts=8, num_logical=8))
+    found.append(make("bf16", "bf16", 2, num_experts=256, num_logical=256))
     # 2944 rows are padded to 3072.
     odd = make("mxfp4", "bf16", 7, **gpt) if quick else make("mxfp4", "fp8_block", 7, **gpt)
     found.append(replace(odd, hidden_size=2944, intermediate_size=2944, num_experts=16,
                          num_logical=16, top_k=4))  # fmt: skip
     found.append(make("mxfp4", "mxfp8", 64, activation="situ", alpha=4.0, beta=25.0))
-    return found
+    return [each for each in found if each.weights in weights]
 
 
 def variants(each: GroupedLayer) -> list[tuple[str, GroupedLayer]]:
@@ -61,6 +67,7 @@ def variants(each: GroupedLayer) -> list[tuple[str, GroupedLayer]]:
     found = [("", each)]
     if each.num_tokens == VARIED:
         found.append((", no overlap", replace(each, early=False)))
+    if each.num_tokens == VARIED and not each.in_slots:
         found.append((", no stream-K", replace(each, stream_k=False)))
         found.append((", stream-K", replace(each, stream_k=True)))
     return found
@@ -111,9 +118,9 @@ def one(
         checks.check(not np.asarray(out["locks"]).any(), f"{name}, locks", "left clear")
 
 
-def through_mega_moe(checks: Checks) -> None:
+def through_mega_moe(checks: Checks, forms: list[str]) -> None:
     """`implementation="grouped"` as a user calls it, against `xla` on the same parameters."""
-    for form in ("mxfp4", "mxfp8", "nvfp4", "fp8_block"):
+    for form in forms:
         config = mm.MoEConfig(
             num_experts=32,
             num_logical_experts=30,
@@ -155,11 +162,11 @@ def through_mega_moe(checks: Checks) -> None:
         checks.same_bits(both, alone, f"mega_moe, {form}, vmap")
 
 
-def over_ranks(checks: Checks) -> None:
+def over_ranks(checks: Checks, forms: list[str]) -> None:
     """The same layer over all GPUs as on one, its rows exchanged by all-to-alls."""
     devices = jax.devices()
     mesh = jax.sharding.Mesh(np.array(devices), ("ep",))
-    for form in ("mxfp4", "fp8_block"):
+    for form in forms:
         config = mm.MoEConfig(
             num_experts=32,
             top_k=4,
@@ -189,10 +196,13 @@ def over_ranks(checks: Checks) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="The grouped implementation on one GPU.")
     parser.add_argument("--quick", action="store_true", help="four recipes")
-    quick: bool = parser.parse_args().quick
+    parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=WEIGHTS)
+    arguments = parser.parse_args()
+    quick: bool = arguments.quick
+    forms: list[str] = arguments.weights
     faulthandler.dump_traceback_later(SECONDS, exit=True)
     checks = Checks("check_grouped")
-    found = cases(quick)
+    found = cases(quick, forms)
     start = time.monotonic()
     plans = [plan_grouped(v) for each in found for v in all_variants(each)]
     specs = [s.kernel for plan in plans for s in plan.steps if isinstance(s, KernelLaunch)]
@@ -204,11 +214,13 @@ def main() -> None:
     checks.check(not bad, "kernels compile", f"{len(outcomes)} in {seconds:.0f} s, {len(bad)} not")
     for each in found:
         run(checks, each)
-    through_mega_moe(checks)
+    through_mega_moe(checks, forms)
     if jax.device_count() > 1:
-        over_ranks(checks)
+        over_ranks(checks, [form for form in ("mxfp4", "fp8_block", "bf16") if form in forms])
     device: Any = jax.devices()[0]
-    checks.finish(device=device.device_kind, humming=find_source("humming").version)
+    sources = sorted({source_of(form) for form in forms})
+    versions = {source: find_source(source).version for source in sources}
+    checks.finish(device=device.device_kind, **versions)
 
 
 def all_variants(each: GroupedLayer) -> list[GroupedLayer]:

@@ -20,7 +20,8 @@ from jax_megamoe.compile.cubin import read_kernels
 from jax_megamoe.formats import RECIPES
 from jax_megamoe.numerics import expert
 from jax_megamoe.numerics.tokens import quantize_tokens
-from jax_megamoe.plan.grouped.layer import ROWS, GroupedLayer, plan_grouped
+from jax_megamoe.plan.grouped.layer import GroupedLayer, plan_grouped
+from jax_megamoe.plan.grouped.rules import ROWS
 from jax_megamoe.plan.launch import (
     KernelLaunch,
     LaunchPlan,
@@ -74,6 +75,11 @@ SORTED = (
     layer("bf16", num_tokens=150, num_experts=300, num_logical=300),
     layer("bf16", num_tokens=1400),
 )
+IN_SLOTS = (
+    layer("bf16", weights="bf16"),
+    layer("bf16", weights="bf16", num_tokens=90),
+    layer("bf16", weights="bf16", num_tokens=700, num_experts=300, num_logical=300),
+)
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +87,9 @@ def on_host(tmp_path_factory) -> HostKernels:
     own = ("group_tokens", "activate_rows", "combine_rows")
     found = [steps(plan_grouped(each)) for each in SORTED]
     kernels = [launches[name].kernel for launches in found for name in own]
+    for each in IN_SLOTS:
+        launches = steps(plan_grouped(each))
+        kernels += [launches[name].kernel for name in ("group_tokens", "gather_rows")]
     return HostKernels(kernels, tmp_path_factory.mktemp("kernels"))
 
 
@@ -166,6 +175,31 @@ def test_rows_are_sorted_and_tokens_quantised(on_host, each):
         np.testing.assert_array_equal(arrays["token_scales"], want.token_scale)
 
 
+@pytest.mark.parametrize("each", IN_SLOTS, ids=lambda e: f"{e.num_experts}")
+def test_rows_in_slots_are_those_of_the_tables(on_host, each):
+    plan = plan_grouped(each)
+    arrays = scratch(plan) | tokens_of(each)
+    on_host.launch(steps(plan)["group_tokens"], arrays)
+    experts = arrays["row_experts"]
+    assert (experts < 0).any() and (experts >= 0).any()
+    slots, blocks = expected_tables(experts, each.num_experts, plan.block_m)
+    assert len(slots) <= len(arrays["token_rows"])
+    live = np.flatnonzero(experts >= 0)
+    np.testing.assert_array_equal(slots[arrays["row_slots"][live]], live)
+    np.testing.assert_array_equal(blocks[arrays["row_slots"][live] // plan.block_m], experts[live])
+    counts = np.bincount(experts[live], minlength=each.num_experts)
+    starts = np.concatenate([[0], -(-arrays["expert_ends"][:-1] // plan.block_m) * plan.block_m])
+    np.testing.assert_array_equal(arrays["expert_ends"] - starts, counts)
+
+    before = arrays["token_rows"].copy()
+    on_host.launch(steps(plan)["gather_rows"], arrays)
+    filled = np.flatnonzero(slots < each.rows)
+    got, want = arrays["token_rows"].view(np.uint16), arrays["x"].view(np.uint16)
+    np.testing.assert_array_equal(got[filled], want[slots[filled] // each.top_k])
+    empty = np.setdiff1d(np.arange(len(got)), filled)
+    np.testing.assert_array_equal(got[empty], before.view(np.uint16)[empty])
+
+
 def same_bytes(got: np.ndarray, want: np.ndarray, rows: np.ndarray) -> None:
     """Equal bits in some rows, a negative zero being a zero."""
     assert got.dtype == want.dtype
@@ -244,7 +278,9 @@ def test_outputs_are_summed_in_order(on_host, each):
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)
-@pytest.mark.parametrize("each", (VARIANTS[1], VARIANTS[6]), ids=lambda e: e.activations)
+@pytest.mark.parametrize(
+    "each", (VARIANTS[1], VARIANTS[6], IN_SLOTS[0]), ids=lambda e: f"{e.weights}-{e.activations}"
+)
 def test_compiled_parameters_are_where_planned(each, compiler, tmp_path):
     try:
         made_by = COMPILERS[compiler]()

@@ -12,6 +12,7 @@ from jax_megamoe import MoEConfig
 from jax_megamoe.plan.grouped.layer import GroupedLayer, plan_grouped
 from jax_megamoe.plan.launch import KernelLaunch
 from jax_megamoe.weights.experts import dequantize_experts
+from jax_megamoe.weights.layout import w13_to_kernel
 from jax_megamoe.weights.params import ExpertWeights
 
 CASES = (
@@ -19,6 +20,7 @@ CASES = (
     grouped_layers.case("mxfp4", "bf16", 9, biases=True, clamp=0.7, alpha=1.702, beta=1.0),
     grouped_layers.case("fp8_block", "fp8_block", 9, biases=True, hidden_size=384),
     grouped_layers.case("mxfp4", "mxfp8", 9, activation="situ", alpha=4.0, beta=25.0),
+    grouped_layers.case("bf16", "bf16", 9, biases=True, clamp=0.7, alpha=1.702, beta=1.0),
 )
 
 
@@ -61,6 +63,17 @@ def product(
             arrays[out][row] = (matrix[expert] @ a[row // top_k]).astype(ml_dtypes.bfloat16)
 
 
+def product_in_slots(
+    arrays: dict[str, np.ndarray], rows: str, out: str, matrix: np.ndarray, block_m: int
+) -> None:
+    """The same of rows in slots: each expert's up to its end, from the block after the last's."""
+    start = 0
+    for expert, end in enumerate(arrays["expert_ends"]):
+        a = arrays[rows][start:end].astype(np.float64)
+        arrays[out][start:end] = (a @ matrix[expert].T).astype(ml_dtypes.bfloat16)
+        start = -(-int(end) // block_m) * block_m
+
+
 @pytest.mark.parametrize(
     "each", CASES, ids=lambda e: f"{e.weights}-{e.activations}-{e.activation}-{e.biases}"
 )
@@ -80,10 +93,18 @@ def test_a_layer_is_what_its_recipe_says(on_host, each):
         w2 = w2 * 0.25  # with the second inputs' scale
     launches = steps(plan)
     on_host.launch(launches["group_tokens"], arrays)
-    first = "x" if each.activations == "bf16" else "token_rows"
-    product(arrays, (first, "token_scales"), "h", w13, plan.block_m, each.top_k)
+    if each.in_slots:
+        on_host.launch(launches["gather_rows"], arrays)
+        w13 = w13_to_kernel(w13, grouped.layout)
+        product_in_slots(arrays, "token_rows", "h", w13, plan.block_m)
+    else:
+        first = "x" if each.activations == "bf16" else "token_rows"
+        product(arrays, (first, "token_scales"), "h", w13, plan.block_m, each.top_k)
     on_host.launch(launches["activate_rows"], arrays)
-    product(arrays, ("hidden_rows", "hidden_scales"), "outputs", w2, plan.block_m, 1)
+    if each.in_slots:
+        product_in_slots(arrays, "hidden_rows", "outputs", w2, plan.block_m)
+    else:
+        product(arrays, ("hidden_rows", "hidden_scales"), "outputs", w2, plan.block_m, 1)
     on_host.launch(launches["combine_rows"], arrays)
 
     want = grouped_layers.expected(each, stored, call)

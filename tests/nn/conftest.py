@@ -16,6 +16,6 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         for module in (runnable, grouped):
             monkeypatch.setattr(module, "spec_of", lambda *_: device)
         absent = None if products else runnable.Unavailable("no humming")
-        monkeypatch.setattr(grouped, "_installed", lambda: absent)
+        monkeypatch.setattr(grouped, "_installed", lambda config: absent)
 
     return stand_for

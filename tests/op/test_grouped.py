@@ -191,8 +191,10 @@ def refused(form: str, message: str, error: type[Exception], **changes: Any) -> 
 def test_refusals(hopper, monkeypatch):
     text = r"weights\.layout: expected 'humming_bf16' for implementation grouped, got 'interleave8'"
     refused("mxfp4", text + r"; jax_megamoe\.to_layout\(weights, 'humming_bf16'\)", ValueError)
-    text = r"implementation grouped: expected weights in one of .*, got bf16 weights and bf16 "
-    refused("bf16", text + r"activations on 9\.0; use xla", NotImplementedError)
+    monkeypatch.setattr(grouped, "spec_of", lambda *_: DeviceSpec(80, 108))
+    text = r"implementation grouped: expected compute capability 9\.0 for bf16 weights, got bf16 "
+    text += r"weights and bf16 activations on 8\.0; use xla"
+    refused("bf16", text, NotImplementedError)
     monkeypatch.setattr(grouped, "spec_of", lambda *_: DeviceSpec(75, 40))
     text = r"expected compute capability 8\.0 or newer, got mxfp4 weights .* on 7\.5"
     refused("mxfp4", text, NotImplementedError)
@@ -212,7 +214,7 @@ def test_missing_headers_name_the_command(hopper, monkeypatch):
 
 
 def test_experts_beyond_the_sort_are_refused(hopper, monkeypatch):
-    monkeypatch.setattr(grouped.layer, "MAX_EXPERTS", 3)
+    monkeypatch.setattr(grouped.rules, "MAX_EXPERTS", 3)
     config = cases.config("mxfp4", num_experts=4, top_k=2)
     moved = mm.to_layout(cases.weights(config), mm.GROUPED_BF16)
     with pytest.raises(ValueError, match="experts of a rank: expected at most 3 for "):

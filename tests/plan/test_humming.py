@@ -7,8 +7,9 @@ import pytest
 
 from jax_megamoe.plan.grouped import humming, humming_unit, tiles
 from jax_megamoe.plan.grouped.humming_memory import shared_memory
-from jax_megamoe.plan.grouped.layer import GroupedLayer, plan_grouped, planned_arch, refusal
+from jax_megamoe.plan.grouped.layer import GroupedLayer, plan_grouped
 from jax_megamoe.plan.grouped.product import KNOWN_ARCHS, Product, Tiles
+from jax_megamoe.plan.grouped.rules import planned_arch, refusal
 from jax_megamoe.plan.launch import KernelLaunch, Pointer, TensorMap
 
 PLANS, KERNELS = humming_records.read()
@@ -183,7 +184,10 @@ def test_maps_stay_inside_the_weights():
     ("weights", "activations", "arch", "expected"),
     [
         ("mxfp4", "bf16", 75, "compute capability 8.0 or newer"),
-        ("bf16", "bf16", 90, "weights in one of"),
+        ("int4", "bf16", 90, "weights in one of"),
+        ("bf16", "mxfp8", 90, "bf16 activations beside bf16 weights"),
+        ("bf16", "bf16", 80, "compute capability 9.0"),
+        ("bf16", "bf16", 90, ""),
         ("fp8_block", "bf16", 80, "fp8_block activations"),
         ("mxfp8", "fp8_block", 90, "mxfp4 or fp8_block weights"),
         ("fp8_block", "fp8_block", 80, "compute capability 8.9 or newer"),

@@ -129,6 +129,16 @@ struct Alike {
 inline constexpr uint32_t kNoExpert = 0xFFFFFFFF;
 inline constexpr uint32_t kBatch = 8;  // loads in flight of a thread that sorts
 
+// Where the sorted rows are written; any may be null. See `group_tokens`.
+struct Tables {
+  uint32_t *sorted_ids, *expert_ids, *row_slots;
+
+  __device__ __forceinline__ void put(uint32_t slot, uint32_t row) const {
+    if (sorted_ids != nullptr) sorted_ids[slot] = row;
+    if (row_slots != nullptr) row_slots[row] = slot;
+  }
+};
+
 // One block sorts the rows (token, slot) by expert, stably: so that the same call gives the same
 // tables, and the products' tiles the same rows. See `group_tokens`.
 template <uint32_t kThreads, uint32_t kExperts, uint32_t kBlockRows>
@@ -222,12 +232,13 @@ struct Sorter {
   // All of it for at most one row a thread, which stays in its registers: a decode step waits for
   // this kernel, and most of that is the latency of one access after another.
   template <typename ExpertOf>
-  __device__ __forceinline__ void sort_few(uint32_t* __restrict__ sorted_ids,
-                                           uint32_t* __restrict__ expert_ids, ExpertOf expert_of) {
+  __device__ __forceinline__ void sort_few(const Tables& tables, ExpertOf expert_of) {
     const uint32_t row = threadIdx.x;
     // Padding first, over which the rows are written: an expert that has any fills its last block.
-    const uint32_t most = rows + min(rows, kExperts) * (kBlockRows - 1);
-    for (uint32_t slot = row; slot < most; slot += kThreads) sorted_ids[slot] = rows;
+    if (tables.sorted_ids != nullptr) {
+      const uint32_t most = rows + min(rows, kExperts) * (kBlockRows - 1);
+      for (uint32_t slot = row; slot < most; slot += kThreads) tables.sorted_ids[slot] = rows;
+    }
     const uint32_t warps = (rows + kWarp - 1) / kWarp;
     const uint32_t expert = row < rows ? expert_of(row) : kNoExpert;
     const Alike alike(expert);
@@ -238,14 +249,16 @@ struct Sorter {
     }
     __syncthreads();
     lay_out(warps);
-    for (uint32_t each = row; each < kExperts; each += kThreads) {
-      const uint32_t end = starts[each + 1] / kBlockRows;
-      for (uint32_t block = starts[each] / kBlockRows; block < end; ++block) {
-        expert_ids[block] = each;
+    if (tables.expert_ids != nullptr) {
+      for (uint32_t each = row; each < kExperts; each += kThreads) {
+        const uint32_t end = starts[each + 1] / kBlockRows;
+        for (uint32_t block = starts[each] / kBlockRows; block < end; ++block) {
+          tables.expert_ids[block] = each;
+        }
       }
     }
     if (expert != kNoExpert) {
-      sorted_ids[starts[expert] + counts[warp][expert] + alike.before] = row;
+      tables.put(starts[expert] + counts[warp][expert] + alike.before, row);
     }
   }
 
@@ -254,22 +267,22 @@ struct Sorter {
   }
 
   // Names each block's expert, and fills slots behind an expert's last row.
-  __device__ __forceinline__ void pad(uint32_t* __restrict__ sorted_ids,
-                                      uint32_t* __restrict__ expert_ids) const {
+  __device__ __forceinline__ void pad(const Tables& tables) const {
+    if (tables.sorted_ids == nullptr || tables.expert_ids == nullptr) return;
     for (uint32_t expert = warp; expert < kExperts; expert += kWarps) {
       const uint32_t start = starts[expert], end = starts[expert + 1];
       for (uint32_t block = start / kBlockRows + lane; block < end / kBlockRows; block += kWarp) {
-        expert_ids[block] = expert;
+        tables.expert_ids[block] = expert;
       }
       for (uint32_t slot = start + totals[expert] + lane; slot < end; slot += kWarp) {
-        sorted_ids[slot] = rows;
+        tables.sorted_ids[slot] = rows;
       }
     }
   }
 
   // Puts this warp's rows into their slots, in their order.
   template <typename ExpertOf>
-  __device__ __forceinline__ void place(uint32_t* __restrict__ sorted_ids, ExpertOf expert_of) {
+  __device__ __forceinline__ void place(const Tables& tables, ExpertOf expert_of) {
     for (uint32_t at = first; at < last; at += kBatch * kWarp) {
       uint32_t experts[kBatch];
 #pragma unroll
@@ -284,7 +297,7 @@ struct Sorter {
         const Alike alike(expert);
         if (expert != kNoExpert) {
           const uint32_t before = counts[warp][expert];
-          sorted_ids[starts[expert] + before + alike.before] = at + i * kWarp + lane;
+          tables.put(starts[expert] + before + alike.before, at + i * kWarp + lane);
         }
         __syncwarp();
         if (alike.before == 0 && expert != kNoExpert) counts[warp][expert] += alike.count;
@@ -300,10 +313,15 @@ struct Sorter {
 // x [num_tokens, kHidden] BF16; topk_ids [num_tokens, top_k] logical; padding_mask, or null;
 // logical_to_physical and num_replicas as in `stage_tokens`, or null.
 //
-// row_experts [num_tokens * top_k] becomes each row's expert, -1 where it has none; sorted_ids
-// lists the rows by expert, each expert's padded to whole blocks of kBlockRows by the number of
-// rows; expert_ids has the expert of each block; num_slots [1] how many slots are in use. locks
-// [num_locks] become 0; stats [kExperts], or null, grows by the rows of each expert.
+// row_experts [num_tokens * top_k] becomes each row's expert, -1 where it has none. An expert has
+// slots for its rows, whole blocks of kBlockRows. stats [kExperts], or null, grows by the rows of
+// each expert.
+//
+// For products that find rows by tables, else null: sorted_ids has the row of each slot, the number
+// of rows behind an expert's last; expert_ids the expert of each block; num_slots [1] how many
+// slots are in use; locks [num_locks] become 0. For products whose rows lie in slots, else null:
+// row_slots [num_tokens * top_k] has the slot of each row with an expert; expert_ends [kExperts]
+// the slot behind each expert's last row.
 //
 // rows: what the first product reads (kRows), null for kBf16, which reads x itself; row_scales:
 // float32 [num_tokens, kHidden / 128] for kFp8Block, [num_tokens] for kNvfp4.
@@ -315,6 +333,7 @@ __global__ void __launch_bounds__(kThreads)
                  const int32_t* __restrict__ num_replicas, int32_t* __restrict__ row_experts,
                  uint32_t* __restrict__ sorted_ids, uint32_t* __restrict__ expert_ids,
                  uint32_t* __restrict__ num_slots, int32_t* __restrict__ locks,
+                 uint32_t* __restrict__ row_slots, int32_t* __restrict__ expert_ends,
                  int32_t* __restrict__ stats, void* __restrict__ rows,
                  float* __restrict__ row_scales, uint32_t num_tokens, uint32_t top_k,
                  uint32_t num_logical, uint32_t max_replicas, uint32_t num_locks) {
@@ -338,19 +357,23 @@ __global__ void __launch_bounds__(kThreads)
     const uint32_t num_rows = num_tokens * top_k;
     Sorter<kThreads, kExperts, kBlockRows> sorter(counts, totals, starts, num_rows);
     for (uint32_t i = threadIdx.x; i < num_locks; i += kThreads) locks[i] = 0;
+    const Tables tables{sorted_ids, expert_ids, row_slots};
     if (num_rows <= kThreads) {
-      sorter.sort_few(sorted_ids, expert_ids, expert_of);
+      sorter.sort_few(tables, expert_of);
     } else {
       sorter.count(expert_of);
       __syncthreads();
       sorter.lay_out(kWarps);
-      sorter.pad(sorted_ids, expert_ids);
+      sorter.pad(tables);
       // A thread reads here what it wrote itself.
-      sorter.place(sorted_ids, [=](uint32_t row) {
-        return static_cast<uint32_t>(row_experts[row]);
-      });
+      sorter.place(tables, [=](uint32_t row) { return static_cast<uint32_t>(row_experts[row]); });
     }
-    if (threadIdx.x == 0) num_slots[0] = starts[kExperts];
+    if (threadIdx.x == 0 && num_slots != nullptr) num_slots[0] = starts[kExperts];
+    if (expert_ends != nullptr) {
+      for (uint32_t expert = threadIdx.x; expert < kExperts; expert += kThreads) {
+        expert_ends[expert] = static_cast<int32_t>(starts[expert] + totals[expert]);
+      }
+    }
     if (stats != nullptr) {
       for (uint32_t expert = threadIdx.x; expert < kExperts; expert += kThreads) {
         stats[expert] += static_cast<int32_t>(totals[expert]);
@@ -398,6 +421,26 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
   }
+}
+
+// Before the first of two products whose rows lie in slots: each row's token into its slot.
+//
+// x [num_rows / top_k, kHidden] BF16; row_experts and row_slots [num_rows] as of `group_tokens`;
+// rows [slots, kHidden]. Slots without a row are left alone.
+template <uint32_t kHidden, uint32_t kThreads, bool kEarly>
+__global__ void __launch_bounds__(kThreads)
+    gather_rows(const uint4* __restrict__ x, const int32_t* __restrict__ row_experts,
+                const uint32_t* __restrict__ row_slots, uint4* __restrict__ rows, uint32_t num_rows,
+                uint32_t top_k) {
+  constexpr uint32_t kVectors = kHidden / 8;
+  let_successor_start<kEarly>();
+  wait_for_predecessor<kEarly>();
+  const size_t place = static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const auto row = static_cast<uint32_t>(place / kVectors);
+  const uint32_t column = place % kVectors;
+  if (row >= num_rows || row_experts[row] < 0) return;
+  rows[static_cast<size_t>(row_slots[row]) * kVectors + column] =
+      x[static_cast<size_t>(row / top_k) * kVectors + column];
 }
 
 // gate * sigmoid(alpha * gate) * (up + beta), or SiTU. The negative clamp stands for none.
@@ -449,14 +492,16 @@ __device__ __forceinline__ void store_rows(const float (&values)[8], float input
 
 // Between the products: bias, activation, top-k weight and rounding, eight values a thread.
 //
-// h [num_rows, 2 * kInter] BF16, gate columns first; row_experts and topk_weights [num_rows];
-// token_scales [num_rows / top_k], or null; bias [experts, 2 * kInter] float32, or null;
+// h [num_rows, 2 * kInter] BF16, gate columns first, or in turns of eight columns (kTurns), as are
+// those of bias; row_experts and topk_weights [num_rows]; row_slots [num_rows], or null: where h
+// and rows have each row, else they have it at its own number; token_scales [num_rows / top_k], or null; bias [experts, 2 * kInter] float32, or null;
 // input_scale [1], NVFP4's, or null. Rows without an expert are left alone. kRounds: gate and up
 // are rounded to BF16 first, as the SM100 kernels do; kWeighs: the top-k weight multiplies here.
-template <uint32_t kInter, uint32_t kThreads, Rows kRows, Gated kGated, bool kRounds, bool kWeighs,
-          bool kEarly>
+template <uint32_t kInter, uint32_t kThreads, Rows kRows, Gated kGated, bool kTurns, bool kRounds,
+          bool kWeighs, bool kEarly>
 __global__ void __launch_bounds__(kThreads)
     activate_rows(const uint4* __restrict__ h, const int32_t* __restrict__ row_experts,
+                  const uint32_t* __restrict__ row_slots,
                   const float* __restrict__ topk_weights, const float* __restrict__ token_scales,
                   const float4* __restrict__ bias, const float* __restrict__ input_scale,
                   void* __restrict__ rows, float* __restrict__ row_scales, uint32_t num_rows,
@@ -470,16 +515,20 @@ __global__ void __launch_bounds__(kThreads)
   // The tables are older than the predecessor, which started after their kernel had ended.
   const int32_t expert = row < num_rows ? row_experts[row] : -1;
   const bool inside = expert >= 0;
+  const uint32_t slot = inside && row_slots != nullptr ? row_slots[row] : row;
   const float weight = kWeighs && inside ? topk_weights[row] : 1.0f;
   const float token_scale = inside && token_scales != nullptr ? token_scales[row / top_k] : 1.0f;
   wait_for_predecessor<kEarly>();
 
+  // Eights of gate and of up in a row of h.
+  const uint32_t at_gate = kTurns ? 2 * column : column;
+  const uint32_t at_up = kTurns ? at_gate + 1 : at_gate + kVectors;
   float values[8] = {};
   if (inside) {
-    const size_t at = static_cast<size_t>(row) * 2 * kVectors + column;
+    const uint4* of_row = h + static_cast<size_t>(slot) * 2 * kVectors;
     float gate[8], up[8];
-    unpack(h[at], gate);
-    unpack(h[at + kVectors], up);
+    unpack(of_row[at_gate], gate);
+    unpack(of_row[at_up], up);
     if (token_scales != nullptr) {
 #pragma unroll
       for (uint32_t i = 0; i < 8; ++i) {
@@ -488,10 +537,10 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
     if (bias != nullptr) {
-      const float4* of_gate = bias + (static_cast<size_t>(expert) * 2 * kVectors + column) * 2;
+      const float4* of_expert = bias + static_cast<size_t>(expert) * 4 * kVectors;
 #pragma unroll
       for (uint32_t half = 0; half < 2; ++half) {
-        const float4 first = of_gate[half], second = of_gate[2 * kVectors + half];
+        const float4 first = of_expert[2 * at_gate + half], second = of_expert[2 * at_up + half];
         const float gates[] = {first.x, first.y, first.z, first.w};
         const float ups[] = {second.x, second.y, second.z, second.w};
 #pragma unroll
@@ -509,20 +558,21 @@ __global__ void __launch_bounds__(kThreads)
       if constexpr (kWeighs) values[i] = __fmul_rn(values[i], weight);
     }
   }
-  store_rows<kRows>(values, kRows == Rows::kNvfp4 ? *input_scale : 1.0f, inside, place, rows,
-                    row_scales);
+  store_rows<kRows>(values, kRows == Rows::kNvfp4 ? *input_scale : 1.0f, inside,
+                    static_cast<size_t>(slot) * kVectors + column, rows, row_scales);
 }
 
 // After the products: y [num_tokens, kHidden] BF16, the sum over a token's experts in slot order.
 //
-// outputs [num_tokens * kTopK, kHidden] BF16; bias [experts, kHidden] float32, or null, is added
+// outputs [num_tokens * kTopK, kHidden] BF16, each row at its number or, where row_slots is not
+// null, at its slot; bias [experts, kHidden] float32, or null, is added
 // times the top-k weight. kWeighs: the top-k weight multiplies the output too. A token without
 // experts becomes 0.
 template <uint32_t kHidden, uint32_t kThreads, uint32_t kTopK, bool kWeighs, bool kEarly>
 __global__ void __launch_bounds__(kThreads)
     combine_rows(const uint4* __restrict__ outputs, const int32_t* __restrict__ row_experts,
-                 const float* __restrict__ topk_weights, const float4* __restrict__ bias,
-                 uint4* __restrict__ y, uint32_t num_tokens) {
+                 const uint32_t* __restrict__ row_slots, const float* __restrict__ topk_weights,
+                 const float4* __restrict__ bias, uint4* __restrict__ y, uint32_t num_tokens) {
   constexpr uint32_t kVectors = kHidden / 8;
   const size_t place = static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x;
   const auto token = static_cast<uint32_t>(place / kVectors);
@@ -530,20 +580,23 @@ __global__ void __launch_bounds__(kThreads)
   if (token >= num_tokens) return;
   const bool weighs = kWeighs || bias != nullptr;
   int32_t experts[kTopK];
+  uint32_t slots[kTopK];
   float weights[kTopK];
 #pragma unroll
   for (uint32_t k = 0; k < kTopK; ++k) {
     const size_t row = static_cast<size_t>(token) * kTopK + k;
     // As in `activate_rows`: older than what is waited for.
     experts[k] = row_experts[row];
+    const bool moved = row_slots != nullptr && experts[k] >= 0;
+    slots[k] = moved ? row_slots[row] : static_cast<uint32_t>(row);
     weights[k] = weighs ? topk_weights[row] : 1.0f;
   }
   wait_for_predecessor<kEarly>();
   uint4 eights[kTopK];
 #pragma unroll
   for (uint32_t k = 0; k < kTopK; ++k) {
-    const size_t row = static_cast<size_t>(token) * kTopK + k;
-    eights[k] = experts[k] >= 0 ? outputs[row * kVectors + column] : uint4{};
+    const size_t at = static_cast<size_t>(slots[k]) * kVectors + column;
+    eights[k] = experts[k] >= 0 ? outputs[at] : uint4{};
   }
   float sums[8] = {};
 #pragma unroll

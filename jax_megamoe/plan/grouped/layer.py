@@ -1,5 +1,8 @@
 """A layer by grouped products, as one plan: sort and quantise, product, activation, product, sum.
 
+Humming's products find rows by tables. DeepGEMM's of BF16 weights take rows in slots by expert, so
+that a launch more copies tokens into slots.
+
 Operands: ``x`` bfloat16 [T, H], ``topk_ids`` int32 [T, K], ``topk_weights`` float32 [T, K],
 ``padding_mask`` bool [T], ``logical_to_physical`` int32 [num_logical, R] with ``num_replicas``
 int32 [num_logical], ``w13_weight``, ``w13_weight_scale``, ``w13_weight_scale_2``, ``w13_bias``
@@ -10,10 +13,11 @@ host.
 
 from dataclasses import dataclass, replace
 
-from jax_megamoe.formats import GROUPED_BF16, GROUPED_FP8, GROUPED_ROWS
+from jax_megamoe.formats import GROUPED_ROWS
 from jax_megamoe.plan.arithmetic import align, ceil_div, cpp_bool
-from jax_megamoe.plan.grouped import humming, tiles
-from jax_megamoe.plan.grouped.product import KNOWN_ARCHS, WEIGHTS, Product, Tiles
+from jax_megamoe.plan.grouped import deep_gemm_bf16, humming, tiles
+from jax_megamoe.plan.grouped.product import Product, Tiles
+from jax_megamoe.plan.grouped.rules import ROWS
 from jax_megamoe.plan.kernel import KernelSpec, LaunchConfig
 from jax_megamoe.plan.launch import (
     Float32,
@@ -27,64 +31,10 @@ from jax_megamoe.plan.operand import Operand
 from jax_megamoe.plan.symmetric_buffer import BufferLayout
 
 _HEADER = "grouped.cuh"
-MAX_EXPERTS = 512
-"""Experts of one rank that the sorting block has room for."""
 _WIDE_SORT = 256
 _FEW_ROWS = 256
 """Up to so many rows the sorting block has a thread for each and no more: it starts sooner."""
 _THREADS, _COMBINE_THREADS = 256, 128
-
-ROWS = {
-    "bf16": ("kBf16", "bf16"),
-    "mxfp8": ("kMxfp8", "bf16"),
-    "nvfp4": ("kNvfp4", "bf16"),
-    "fp8_block": ("kFp8Block", "fp8_f32_128"),
-}
-"""By activation format: the kernels' name of it, and what the product reads. MX and NV values are
-decoded to BF16, which holds them exactly: mma.sync and wgmma have no block scales."""
-
-
-_BOTH_FP8 = (89, 90, 100, 120)
-
-
-def planned_arch(arch: int) -> int:
-    """The architecture, of those in `KNOWN_ARCHS`, whose kernels a device of `arch` runs; 0: none.
-
-    Mma.sync and what it needs are the same within a generation, except that 8.9 has FP8.
-    """
-    if arch in KNOWN_ARCHS:
-        return arch
-    return {8: 80, 9: 90, 10: 100, 12: 120}.get(arch // 10, 0)
-
-
-def refusal(weights: str, activations: str, arch: int) -> str:
-    """What is expected instead of a recipe on an architecture; empty where it runs."""
-    rules = (
-        (arch in KNOWN_ARCHS, "compute capability 8.0 or newer"),
-        (weights in WEIGHTS, f"weights in one of {[*WEIGHTS]}"),
-        (
-            weights != "fp8_block" or activations == "fp8_block",
-            "fp8_block activations: their weights' scales are no BF16 numbers",
-        ),
-        (
-            activations != "fp8_block" or weights in ("mxfp4", "fp8_block"),
-            "mxfp4 or fp8_block weights beside fp8_block activations",
-        ),
-        (
-            activations != "fp8_block" or arch in _BOTH_FP8,
-            "compute capability 8.9 or newer for fp8_block activations",
-        ),
-        (
-            activations != "fp8_block" or weights != "mxfp4" or arch == 90,
-            "compute capability 9.0 for mxfp4 weights beside fp8_block activations",
-        ),
-    )
-    return next((expected for holds, expected in rules if not holds), "")
-
-
-def layout_of(activations: str) -> str:
-    """The layout of weights beside rows of an activation format."""
-    return GROUPED_FP8 if ROWS[activations][1] != "bf16" else GROUPED_BF16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,13 +42,13 @@ class GroupedLayer:
     """Sizes, formats and options of one call on one device.
 
     Attributes:
-        arch: one of `KNOWN_ARCHS`.
+        arch: one of `product.KNOWN_ARCHS`.
         num_sms: multiprocessors.
         shared_memory: most bytes of a thread block; 0: the architecture's.
         num_experts: whose weights are here.
         num_logical: experts that topk_ids name.
-        weights: weight format, a key of `product.WEIGHTS`.
-        activations: activation format, a key of `ROWS`.
+        weights: weight format, a key of `product.WEIGHTS`, or ``"bf16"``.
+        activations: activation format, a key of `rules.ROWS`.
         second_scales: of w13 and of w2: ``"none"``, ``"tensor"`` or ``"channel"``.
         biases: ``w13_bias`` and ``w2_bias`` are passed.
         activation: ``"swiglu"`` or ``"situ"``.
@@ -151,19 +101,49 @@ class GroupedLayer:
     @property
     def cuts(self) -> bool:
         """Whether a product's tiles are cut along K, and its blocks meet at locks."""
-        return any(self.tiles(w2).stream_k for w2 in (False, True))
+        return not self.in_slots and any(self.tiles(w2).stream_k for w2 in (False, True))
+
+    @property
+    def in_slots(self) -> bool:
+        """Whether rows lie in slots by expert: DeepGEMM's products, not Humming's."""
+        return self.weights == "bf16"
+
+    @property
+    def block_m(self) -> int:
+        """Rows of a block of both products."""
+        if self.in_slots:
+            both = self.matrices(w2=False), self.matrices(w2=True)
+            return deep_gemm_bf16.height(both, self.rows, self.num_sms)
+        first, second = self.tiles(w2=False).block[0], self.tiles(w2=True).block[0]
+        assert first == second
+        return first
+
+    @property
+    def slots(self) -> int:
+        """Most slots that the rows can take."""
+        return humming.capacity(self.rows, self.num_experts, self.block_m)
+
+    def matrices(self, w2: bool) -> deep_gemm_bf16.Matrices:
+        """BF16 weights of the first product, or of the second."""
+        return deep_gemm_bf16.Matrices(self.num_experts, *self._sizes(w2))
+
+    def _sizes(self, w2: bool) -> tuple[int, int]:
+        """Rows and columns of a matrix."""
+        if w2:
+            return self.hidden_size, self.intermediate_size
+        return 2 * self.intermediate_size, self.hidden_size
 
     def product(self, w2: bool) -> Product:
         """The first product, or the second."""
-        n = self.hidden_size if w2 else 2 * self.intermediate_size
-        k = self.intermediate_size if w2 else self.hidden_size
+        n, k = self._sizes(w2)
+        padded = align(n, GROUPED_ROWS)
         return Product(
             arch=self.arch,
             weights=self.weights,
             inputs=ROWS[self.activations][1],
             num_experts=self.num_experts,
-            n=padded_rows(n),
-            pad_n=padded_rows(n) - n,
+            n=padded,
+            pad_n=padded - n,
             k=k,
             second_scale=self.second_scales[w2],
         )
@@ -176,37 +156,46 @@ class GroupedLayer:
         return replace(chosen, pdl=self.overlaps)
 
 
-def padded_rows(n: int) -> int:
-    """Rows of a matrix as it is stored: whole tiles of 256."""
-    return align(n, GROUPED_ROWS)
-
-
 def plan_grouped(layer: GroupedLayer) -> LaunchPlan:
     """The plan of a call with at least one token."""
-    block_m = layer.tiles(w2=False).block[0]
-    assert layer.tiles(w2=True).block[0] == block_m
-    first = _product(layer, w2=False)
-    second = _product(layer, w2=True)
-    if layer.overlaps:
-        # The tables that it reads before it waits are older than its predecessor's predecessor.
-        config = replace(second.config, programmatic_serialization=True)
-        second = replace(second, config=config)
-    return LaunchPlan(
-        (_group(layer, block_m), first, _activate(layer), second, _combine(layer)),
-        BufferLayout(0, 0, ()),
-        1,
-        block_m,
-        scratch=_scratch(layer, block_m),
+    product = _slot_product if layer.in_slots else _product
+    steps = [
+        _group(layer),
+        product(layer, w2=False),
+        _activate(layer),
+        product(layer, w2=True),
+        _combine(layer),
+    ]
+    if layer.in_slots:
+        steps.insert(1, _gather(layer))
+    scratch = (_slot_scratch if layer.in_slots else _scratch)(layer)
+    buffer = BufferLayout(0, 0, ())
+    return LaunchPlan(tuple(steps), buffer, 1, layer.block_m, scratch=scratch)
+
+
+_Scratch = tuple[tuple[str, tuple[int, ...], str], ...]
+
+
+def _slot_scratch(layer: GroupedLayer) -> _Scratch:
+    rows, slots = layer.rows, layer.slots
+    hidden, inter = layer.hidden_size, layer.intermediate_size
+    return (
+        ("row_experts", (rows,), "int32"),
+        ("row_slots", (rows,), "uint32"),
+        ("expert_ends", (layer.num_experts,), "int32"),
+        ("token_rows", (slots, hidden), "bfloat16"),
+        ("h", (slots, 2 * inter), "bfloat16"),
+        ("hidden_rows", (slots, inter), "bfloat16"),
+        ("outputs", (slots, hidden), "bfloat16"),
     )
 
 
-def _scratch(layer: GroupedLayer, block_m: int) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+def _scratch(layer: GroupedLayer) -> _Scratch:
     rows, hidden, inter = layer.rows, layer.hidden_size, layer.intermediate_size
-    slots = humming.capacity(rows, layer.num_experts, block_m)
     arrays = [
         ("row_experts", (rows,), "int32"),
-        ("sorted_ids", (slots,), "uint32"),
-        ("expert_ids", (slots // block_m,), "uint32"),
+        ("sorted_ids", (layer.slots,), "uint32"),
+        ("expert_ids", (layer.slots // layer.block_m,), "uint32"),
         ("num_slots", (1,), "uint32"),
         ("h", (rows, 2 * inter), "bfloat16"),
         ("outputs", (rows, hidden), "bfloat16"),
@@ -240,7 +229,10 @@ def _own(
     return KernelSpec("jax_megamoe", arch, _HEADER, symbol, template_args, types)
 
 
-def _group(layer: GroupedLayer, block_m: int) -> KernelLaunch:
+_TABLES = ("sorted_ids", "expert_ids", "num_slots")
+
+
+def _group(layer: GroupedLayer) -> KernelLaunch:
     """Block 0 sorts, the others quantise."""
     threads = 1024 if layer.num_experts <= _WIDE_SORT else 512
     if layer.rows <= _FEW_ROWS:
@@ -253,12 +245,12 @@ def _group(layer: GroupedLayer, block_m: int) -> KernelLaunch:
             str(threads),
             f"Rows::{ROWS[layer.activations][0]}",
             str(layer.num_experts),
-            str(block_m),
+            str(layer.block_m),
         ),
         (
             *("const uint4*", "const int32_t*", "const bool*", "const int32_t*", "const int32_t*"),
-            *("int32_t*", "uint32_t*", "uint32_t*", "uint32_t*", "int32_t*", "int32_t*"),
-            *("void*", "float*", *["uint32_t"] * 5),
+            *("int32_t*", "uint32_t*", "uint32_t*", "uint32_t*", "int32_t*"),
+            *("uint32_t*", "int32_t*", "int32_t*", "void*", "float*", *["uint32_t"] * 5),
         ),
     )
     mapped, quantises = layer.max_replicas > 0, layer.activations != "bf16"
@@ -270,8 +262,10 @@ def _group(layer: GroupedLayer, block_m: int) -> KernelLaunch:
         optional("padding_mask", "padding_mask", layer.padding_mask),
         optional("logical_to_physical", "logical_to_physical", mapped),
         optional("num_replicas", "num_replicas", mapped),
-        *map(_pointer, ("row_experts", "sorted_ids", "expert_ids", "num_slots")),
+        _pointer("row_experts"),
+        *(optional(name, name, not layer.in_slots) for name in _TABLES),
         optional("locks", "locks", layer.cuts),
+        *(optional(name, name, layer.in_slots) for name in ("row_slots", "expert_ends")),
         optional("stats", "stats", layer.stats),
         optional("rows", "token_rows", quantises),
         optional("row_scales", "token_scales", scaled),
@@ -307,8 +301,41 @@ def _product(layer: GroupedLayer, *, w2: bool) -> KernelLaunch:
         top_k=1 if w2 else layer.top_k,
         num_sms=layer.num_sms,
     )
-    # It reads the tables before it waits for its predecessor, which makes them for the first.
-    return replace(launch, config=replace(launch.config, programmatic_serialization=False))
+    # It reads the tables before it waits for its predecessor, which makes them for the first; for
+    # the second they are older than its predecessor's predecessor.
+    early = w2 and layer.overlaps
+    return replace(launch, config=replace(launch.config, programmatic_serialization=early))
+
+
+def _gather(layer: GroupedLayer) -> KernelLaunch:
+    """Tokens into the slots of their rows."""
+    kernel = _own(
+        layer,
+        "gather_rows",
+        (str(layer.hidden_size), str(_THREADS), cpp_bool(layer.overlaps)),
+        ("const uint4*", "const int32_t*", "const uint32_t*", "uint4*", *["uint32_t"] * 2),
+    )
+    arguments = (
+        *map(_pointer, ("x", "row_experts", "row_slots")),
+        Pointer("rows", Operand("token_rows")),
+        Uint32("num_rows", layer.rows),
+        Uint32("top_k", layer.top_k),
+    )
+    vectors = layer.rows * layer.hidden_size // 8
+    return KernelLaunch(kernel, _flat(vectors, _THREADS, layer.overlaps), arguments)
+
+
+def _slot_product(layer: GroupedLayer, *, w2: bool) -> KernelLaunch:
+    matrices, num_sms = layer.matrices(w2), layer.num_sms
+    names = ("token_rows", "w13_weight", "h")
+    return deep_gemm_bf16.launch(
+        matrices,
+        deep_gemm_bf16.blocks(matrices, layer.rows, layer.block_m, num_sms),
+        ("hidden_rows", "w2_weight", "outputs") if w2 else names,
+        slots=layer.slots,
+        num_sms=num_sms,
+        early=layer.overlaps,
+    )
 
 
 def _activate(layer: GroupedLayer) -> KernelLaunch:
@@ -321,16 +348,19 @@ def _activate(layer: GroupedLayer) -> KernelLaunch:
             str(_THREADS),
             f"Rows::{ROWS[layer.activations][0]}",
             "Gated::kSitu" if layer.activation == "situ" else "Gated::kSwiglu",
-            *map(cpp_bool, (layer.rounds, not layer.weighs_in_combine, early)),
+            *map(cpp_bool, (layer.in_slots, layer.rounds, not layer.weighs_in_combine, early)),
         ),
         (
-            *("const uint4*", "const int32_t*", "const float*", "const float*", "const float4*"),
+            *("const uint4*", "const int32_t*", "const uint32_t*", "const float*"),
+            *("const float*", "const float4*"),
             *("const float*", "void*", "float*", "uint32_t", "uint32_t", "float", "float", "float"),
         ),
     )
     nvfp4, scaled = layer.activations == "nvfp4", layer.activations == "fp8_block"
     arguments = (
-        *map(_pointer, ("h", "row_experts", "topk_weights")),
+        *map(_pointer, ("h", "row_experts")),
+        optional("row_slots", "row_slots", layer.in_slots),
+        _pointer("topk_weights"),
         optional("token_scales", "token_scales", nvfp4),
         optional("bias", "w13_bias", layer.biases),
         optional("input_scale", "w2_input_scale", nvfp4),
@@ -358,12 +388,14 @@ def _combine(layer: GroupedLayer) -> KernelLaunch:
             *map(cpp_bool, (layer.weighs_in_combine, early)),
         ),
         (
-            *("const uint4*", "const int32_t*", "const float*", "const float4*"),
-            *("uint4*", "uint32_t"),
+            *("const uint4*", "const int32_t*", "const uint32_t*", "const float*"),
+            *("const float4*", "uint4*", "uint32_t"),
         ),
     )
     arguments = (
-        *map(_pointer, ("outputs", "row_experts", "topk_weights")),
+        *map(_pointer, ("outputs", "row_experts")),
+        optional("row_slots", "row_slots", layer.in_slots),
+        _pointer("topk_weights"),
         optional("bias", "w2_bias", layer.biases),
         _pointer("y"),
         Uint32("num_tokens", layer.num_tokens),

@@ -1,0 +1,196 @@
+"""DeepGEMM's m-grouped BF16 product on Hopper, of the sgl source: rows lie in slots by expert.
+
+A is [slots, K], B [E, N, K], D [slots, N], all BF16; ``expert_ends`` int32 [E] has the slot behind
+each expert's last row. An expert's slots start at the next multiple of the block's height; the
+kernel walks the blocks of experts that have rows, persistently. D behind an expert's last row is
+made of whatever A has there. Facts here: the kernel's tiles, memory and arguments, out of
+`sm90_bf16_gemm.cuh` and `scheduler/gemm.cuh`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from jax_megamoe.plan.arithmetic import align, ceil_div, cpp_bool
+from jax_megamoe.plan.grouped.tiles import SHARED_MEMORY, expected_blocks, sampled_rows
+from jax_megamoe.plan.kernel import KernelSpec, LaunchConfig
+from jax_megamoe.plan.launch import KernelLaunch, Pointer, TensorMap, Uint32
+from jax_megamoe.plan.operand import Operand
+from jax_megamoe.plan.tensor_map import BFLOAT16, SWIZZLE_128B, TensorMapSpec
+
+SOURCE = "sgl"
+ARCHS = (90,)
+"""Compute capabilities, times ten, that this module plans for."""
+
+_BLOCK_K = 64
+_SWIZZLE = 128
+_TMA_THREADS, _WARPGROUP = 128, 128
+_WGMMA_ROWS = 64
+_HEIGHTS = (16, 32, 64, 128)
+_WIDTHS = (64, 128, 256)
+_MOST_STAGES, _LEAST_STAGES = 16, 3
+_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """One matrix [n, k] for each expert."""
+
+    num_experts: int
+    n: int
+    k: int
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A thread block's tile: rows, and rows of the matrix."""
+
+    m: int
+    n: int
+
+    @property
+    def math_threads(self) -> int:
+        """Threads that multiply: a warpgroup for each 64 rows."""
+        return _WARPGROUP * ceil_div(self.m, _WGMMA_ROWS)
+
+    @property
+    def output_bytes(self) -> int:
+        """Shared memory of the output."""
+        return align(self.m * self.n * _BYTES, 1024)
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of a stage: tiles of A and B, and two barriers."""
+        return (self.m + self.n) * _BLOCK_K * _BYTES + 16
+
+    @property
+    def stages(self) -> int:
+        """Tiles in flight: as many as fit."""
+        return min(_MOST_STAGES, (SHARED_MEMORY[90] - self.output_bytes) // self.stage_bytes)
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of a thread block."""
+        return self.output_bytes + self.stages * self.stage_bytes
+
+
+# What one multiprocessor of an H200 reaches, for choices alone: bytes from L2 and BF16 operations a
+# second; and the memory of 132 of them. A wrong number costs time and not the result.
+_L2, _MMA, _MEMORY = 42e9, 6.0e12, 4.4e12 / 132
+
+
+def height(matrices: tuple[Matrices, Matrices], rows: int, num_sms: int) -> int:
+    """Rows of a block of both products of a layer of `rows` rows, at least 1."""
+    rows = sampled_rows(rows)
+    return min(
+        _HEIGHTS, key=lambda m: _added(*(_best(each, rows, m, num_sms) for each in matrices))
+    )
+
+
+def blocks(matrices: Matrices, rows: int, m: int, num_sms: int) -> Blocks:
+    """The tile of one product whose blocks have m rows."""
+    rows = sampled_rows(rows)
+    candidates = [Blocks(m, n) for n in _widths(matrices.n)]
+    return min(candidates, key=lambda each: _cost(matrices, rows, each, num_sms))
+
+
+def _added(first: tuple[float, float], second: tuple[float, float]) -> tuple[float, float]:
+    return first[0] + second[0], first[1] + second[1]
+
+
+def _best(matrices: Matrices, rows: int, m: int, num_sms: int) -> tuple[float, float]:
+    return _cost(matrices, rows, blocks(matrices, rows, m, num_sms), num_sms)
+
+
+def _widths(n: int) -> Iterator[int]:
+    """Those that divide n, or else the narrowest: the kernel cuts what is over."""
+    found = [width for width in _WIDTHS if n % width == 0]
+    yield from found or _WIDTHS[:1]
+
+
+@lru_cache(maxsize=4096)
+def _cost(matrices: Matrices, rows: int, each: Blocks, num_sms: int) -> tuple[float, float]:
+    """Estimated seconds, what cannot be hidden first; then the sum of what may be."""
+    experts, n, k = matrices.num_experts, matrices.n, matrices.k
+    tiles = expected_blocks(rows, experts, each.m) * ceil_div(n, each.n)
+    waves = ceil_div(max(1, round(tiles)), num_sms)
+    # One warpgroup waits for its products before it issues more; two take turns.
+    one = each.m <= _WGMMA_ROWS
+    rate = _MMA * (each.n / (each.n + 32) if one else 1.0)
+    multiply = waves * 2 * max(each.m, _WGMMA_ROWS) * each.n * k / rate
+    load = waves * (each.m + each.n) * k * _BYTES / _L2
+    used = expected_blocks(rows, experts, rows)
+    read = used * n * k * _BYTES / (_MEMORY * num_sms)
+    return max(multiply, load, read), multiply + load
+
+
+def kernel(matrices: Matrices, each: Blocks, num_sms: int) -> KernelSpec:
+    """What is compiled: N and K are constants, slots are not."""
+    major = "cute::UMMA::Major::K"
+    numbers = (
+        *(0, matrices.n, matrices.k, matrices.num_experts),
+        *(each.m, each.n, _BLOCK_K),
+        *(_SWIZZLE, _SWIZZLE, _SWIZZLE),
+        *(each.stages, _TMA_THREADS, each.math_threads),
+        1,  # no multicast: experts have too few blocks for pairs
+    )
+    return KernelSpec(
+        SOURCE,
+        "sm_90a",
+        "deep_gemm/impls/sm90_bf16_gemm.cuh",
+        "sm90_bf16_gemm_impl",
+        (
+            *(major, major),
+            *map(str, numbers),
+            *(cpp_bool(False), str(num_sms)),
+            "GemmType::MGroupedContiguousWithPsumLayout",
+            *(cpp_bool(False), "cutlass::bfloat16_t"),
+        ),
+        ("int*", *["uint32_t"] * 3, *["cute::TmaDescriptor"] * 3),
+    )
+
+
+def launch(
+    matrices: Matrices,
+    each: Blocks,
+    names: tuple[str, str, str],
+    *,
+    slots: int,
+    num_sms: int,
+    early: bool,
+) -> KernelLaunch:
+    """One product.
+
+    Args:
+        matrices: what rows are multiplied with.
+        each: the tile.
+        names: of A, B and D.
+        slots: rows of A and of D.
+        num_sms: multiprocessors.
+        early: it may start before its predecessor ended, for which it waits before it reads.
+    """
+    n, k = matrices.n, matrices.k
+    a, b, d = names
+    arguments = (
+        Pointer("grouped_layout", Operand("expert_ends")),
+        Uint32("shape_m", slots),
+        Uint32("shape_n", n),
+        Uint32("shape_k", k),
+        _map("tensor_map_a", a, (k, slots), (_BLOCK_K, each.m)),
+        _map("tensor_map_b", b, (k, n * matrices.num_experts), (_BLOCK_K, each.n)),
+        _map("tensor_map_cd", d, (n, slots), (_SWIZZLE // _BYTES, each.m)),
+    )
+    config = LaunchConfig(
+        (num_sms, 1, 1),
+        (_TMA_THREADS + each.math_threads, 1, 1),
+        smem=each.shared_memory,
+        programmatic_serialization=early,
+    )
+    return KernelLaunch(kernel(matrices, each, num_sms), config, arguments)
+
+
+def _map(name: str, operand: str, dims: tuple[int, int], box: tuple[int, int]) -> TensorMap:
+    strides = (dims[0] * _BYTES,)
+    return TensorMap(
+        name, TensorMapSpec(Operand(operand), BFLOAT16, dims, strides, box, SWIZZLE_128B)
+    )
