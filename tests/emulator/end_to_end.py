@@ -130,8 +130,10 @@ def of_families() -> dict[str, tuple[Callable[[Cell], float], Cell]]:
             one_call,
             Cell(form, GROUPED, ranks=ranks, tokens=9, arch=90, exact_sums=True),
         )
-        for form, ranks in (("mxfp4", 4), ("mxfp4", 8), ("fp8_block", 4))
+        for form, ranks in (("mxfp4", 4), ("mxfp4", 8), ("fp8_block", 4), ("bf16", 4))
     }
+    name = f"{GROUPED} bf16: a scan of three layers, to the driver"
+    grouped[name] = (scanned, Cell("bf16", GROUPED, tokens=9, arch=90))
     return grouped | {
         f"{source} {form} ranks=2: {name}, to the driver": (
             function,

@@ -111,6 +111,7 @@ GROUPED_ARCHS = {
     "nvfp4": (80, 90, 120),
     "fp8_block": (89, 90, 120),
     "mxfp4_block": (90,),
+    "bf16": (90,),
 }
 """Of the grouped products' recipes: generations whose tensor-core instructions differ."""
 
@@ -126,12 +127,17 @@ def grouped() -> Iterator[Cell]:
         yield cell(arch=90, tokens=300, experts=2, delay=0.7, seed=3)
         yield cell(arch=first, tokens=130, experts=16, top_k=3, delay=0.9, seed=5)
     gpt_oss = dict(activation="gpt_oss", biases=True)
-    for form, arch in (("mxfp4", 80), ("mxfp4", 90), ("fp8_block", 90), ("mxfp4_block", 90)):
+    for form, arch in (
+        *(("mxfp4", 80), ("mxfp4", 90), ("fp8_block", 90), ("mxfp4_block", 90)),
+        ("bf16", 90),
+    ):
         yield Cell(form, GROUPED, arch=arch, **gpt_oss)
     yield Cell("mxfp4", GROUPED, arch=90, activation="situ")
     yield Cell("mxfp4", GROUPED, arch=80, tokens=1)
     # Of more ranks XLA's threads wait for one another between a callback and an all_to_all:
     # end_to_end.py, which has no callbacks, runs those.
+    yield from (Cell("bf16", GROUPED, arch=90, tokens=n) for n in (1, 7, 64))
+    yield Cell("bf16", GROUPED, arch=90, tokens=64, experts=4, intermediate=384, num_sms=8)
     yield Cell("mxfp4", GROUPED, arch=90, ranks=2, tokens=9, top_k=3, idle_ranks=(1,))
     yield Cell("mxfp4", GROUPED, arch=90, experts=4, hidden=7168, intermediate=2048, tokens=8)
 

@@ -100,6 +100,21 @@ def test_grouped_products(stand_in, cell):
     cells.check(cell, stand_in)
 
 
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell("bf16", cells.GROUPED, arch=90, tokens=7, mask=True, stats=True, replicas=8),
+        Cell("bf16", cells.GROUPED, arch=90, tokens=64, experts=4, unrouted=0.2, idle_experts=(2,),
+             biases=True, delay=0.7),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_grouped_products_of_bf16_weights(stand_in, cell):
+    """DeepGEMM's, where the others are Humming's."""
+    needs("sgl")
+    cells.check(cell, stand_in)
+
+
 def test_calls_of_several_sizes_on_one_buffer_as_a_graphs_replays(stand_in):
     needs("sgl")
     outcomes = cells.reuse(Cell("mxfp4", "sgl", ranks=2, grid_id=77), stand_in)

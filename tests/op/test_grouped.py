@@ -21,6 +21,7 @@ from jax_megamoe.launch import grouped
 from jax_megamoe.numerics import expert
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.grouped.layer import GroupedLayer
+from jax_megamoe.plan.grouped.rules import layout_of
 from jax_megamoe.weights.experts import dequantize_biases, dequantize_experts
 from jax_megamoe.weights.params import MATRIX_FIELDS, ExpertMatrices, ExpertWeights
 
@@ -44,7 +45,7 @@ def hopper(monkeypatch) -> list[GroupedLayer]:
 def computed(each: GroupedLayer, operands: dict[str, Array]) -> dict[str, Array]:
     """A layer without roundings between the products, out of its operands."""
     fields = {name: operands[name] for name in MATRIX_FIELDS if name in operands}
-    layout = mm.GROUPED_FP8 if each.product(w2=False).input.group else mm.GROUPED_BF16
+    layout = layout_of(each.weights, each.activations)
     weights = ExpertWeights(ExpertMatrices(**fields), None, each.weights, layout)
     if each.activations == "nvfp4":  # the second scale has the inputs' in it already
         weights = weights.with_routed(w2_input_scale=None)
@@ -93,15 +94,15 @@ def call_of(config: mm.MoEConfig, num_tokens: int, seed: int = 0) -> dict[str, A
 def near(got: Array, want: Array, form: str) -> None:
     """`computed` does not round tokens and hidden values: ACCURACY says how far that is."""
     a, b = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    limit = {"fp8_block": 0.06, "mxfp4": 0.06, "mxfp8": 0.06, "nvfp4": 0.2}[form]
+    limit = {"fp8_block": 0.06, "mxfp4": 0.06, "mxfp8": 0.06, "nvfp4": 0.2, "bf16": 0.01}[form]
     assert np.linalg.norm(a - b) < limit * np.linalg.norm(b)
 
 
-@pytest.mark.parametrize("form", ["fp8_block", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("form", ["fp8_block", "mxfp4", "nvfp4", "bf16"])
 def test_one_rank(hopper, form):
     config = cases.config(form, num_experts=8, top_k=2)
-    weights = cases.weights(config, gain=1.0, biased=form == "mxfp4")
-    moved = mm.to_layout(weights, mm.GROUPED_FP8 if form == "fp8_block" else mm.GROUPED_BF16)
+    weights = cases.weights(config, gain=1.0, biased=form in ("mxfp4", "bf16"))
+    moved = mm.to_layout(weights, layout_of(form, config.recipe.activations.name))
     call, mask = call_of(config, 13), np.arange(13) % 5 == 2
     run = partial(mm.mega_moe, config=config, padding_mask=mask, return_stats=True)
     y, counts = run(**call, weights=moved, implementation="grouped")
@@ -121,13 +122,13 @@ def test_weights_in_its_layout_choose_it(hopper):
     assert len(hopper) == 1
 
 
-@pytest.mark.parametrize("form", ["mxfp4", "nvfp4"])
+@pytest.mark.parametrize("form", ["mxfp4", "nvfp4", "bf16"])
 @pytest.mark.parametrize("skewed", [False, True])
 def test_ranks_between_two_exchanges(hopper, form, skewed):
     # A trace of its own: what is launched is seen there.
     config = cases.config(form, num_experts=8, top_k=2, max_num_tokens=63 + skewed)
     weights = cases.weights(config, gain=1.0)
-    moved = mm.to_layout(weights, mm.GROUPED_BF16)
+    moved = mm.to_layout(weights, layout_of(form, config.recipe.activations.name))
     mesh = Mesh(np.array(jax.devices()[:4]), ("ep",))
     call = call_of(config, 32)
     if skewed:
