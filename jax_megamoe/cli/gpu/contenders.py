@@ -15,7 +15,8 @@ from jax_megamoe.config import MoEConfig
 from jax_megamoe.launch import grouped
 from jax_megamoe.op.mega_moe import mega_moe
 from jax_megamoe.plan.device import DeviceSpec
-from jax_megamoe.plan.grouped.layer import GroupedLayer, layout_of, planned_arch
+from jax_megamoe.plan.grouped.layer import GroupedLayer
+from jax_megamoe.plan.grouped.rules import layout_of, planned_arch
 from jax_megamoe.plan.refusal import Refusal
 from jax_megamoe.runtime.devices import spec_of
 from jax_megamoe.weights.drawn import random_experts
@@ -96,7 +97,7 @@ def _bf16_rows(implementation: str, model: Model) -> Prepared:
         return grouped.launch_layer(described(num_tokens=x.shape[0]), operands)["y"]
 
     config = model.config(BF16_ROWS, 1)
-    return Prepared(layer, partial(_drawn, model, config, layout_of("bf16")), _bytes)
+    return Prepared(layer, partial(_drawn, model, config, layout_of("mxfp4", "bf16")), _bytes)
 
 
 def _bytes(weights: ExpertWeights) -> float:

@@ -494,18 +494,19 @@ __device__ __forceinline__ void store_rows(const float (&values)[8], float input
 //
 // h [num_rows, 2 * kInter] BF16, gate columns first, or in turns of eight columns (kTurns), as are
 // those of bias; row_experts and topk_weights [num_rows]; row_slots [num_rows], or null: where h
-// and rows have each row, else they have it at its own number; token_scales [num_rows / top_k], or null; bias [experts, 2 * kInter] float32, or null;
-// input_scale [1], NVFP4's, or null. Rows without an expert are left alone. kRounds: gate and up
-// are rounded to BF16 first, as the SM100 kernels do; kWeighs: the top-k weight multiplies here.
+// and rows have each row, else they have it at its own number; token_scales [num_rows / top_k], or
+// null; bias [experts, 2 * kInter] float32, or null; input_scale [1], NVFP4's, or null. Rows
+// without an expert are left alone. kRounds: gate and up are rounded to BF16 first, as the SM100
+// kernels do; kWeighs: the top-k weight multiplies here.
 template <uint32_t kInter, uint32_t kThreads, Rows kRows, Gated kGated, bool kTurns, bool kRounds,
           bool kWeighs, bool kEarly>
 __global__ void __launch_bounds__(kThreads)
     activate_rows(const uint4* __restrict__ h, const int32_t* __restrict__ row_experts,
-                  const uint32_t* __restrict__ row_slots,
-                  const float* __restrict__ topk_weights, const float* __restrict__ token_scales,
-                  const float4* __restrict__ bias, const float* __restrict__ input_scale,
-                  void* __restrict__ rows, float* __restrict__ row_scales, uint32_t num_rows,
-                  uint32_t top_k, float clamp, float alpha, float beta) {
+                  const uint32_t* __restrict__ row_slots, const float* __restrict__ topk_weights,
+                  const float* __restrict__ token_scales, const float4* __restrict__ bias,
+                  const float* __restrict__ input_scale, void* __restrict__ rows,
+                  float* __restrict__ row_scales, uint32_t num_rows, uint32_t top_k, float clamp,
+                  float alpha, float beta) {
   static_assert(kInter % 128 == 0 && kThreads % kWarp == 0, "whole groups and whole warps");
   constexpr uint32_t kVectors = kInter / 8;
   let_successor_start<kEarly>();

@@ -219,24 +219,17 @@ def _pointer(name: str) -> Pointer:
 
 
 def _own(
-    layer: GroupedLayer,
-    symbol: str,
-    template_args: tuple[str, ...],
-    types: tuple[str, ...],
+    layer: GroupedLayer, symbol: str, template: tuple[str, ...], types: tuple[str, ...]
 ) -> KernelSpec:
     """A kernel of this package's."""
     arch = humming.compiler_arch(layer.arch)
-    return KernelSpec("jax_megamoe", arch, _HEADER, symbol, template_args, types)
-
-
-_TABLES = ("sorted_ids", "expert_ids", "num_slots")
+    return KernelSpec("jax_megamoe", arch, _HEADER, symbol, template, types)
 
 
 def _group(layer: GroupedLayer) -> KernelLaunch:
     """Block 0 sorts, the others quantise."""
-    threads = 1024 if layer.num_experts <= _WIDE_SORT else 512
-    if layer.rows <= _FEW_ROWS:
-        threads = _FEW_ROWS
+    many = 1024 if layer.num_experts <= _WIDE_SORT else 512
+    threads = _FEW_ROWS if layer.rows <= _FEW_ROWS else many
     kernel = _own(
         layer,
         "group_tokens",
@@ -263,9 +256,9 @@ def _group(layer: GroupedLayer) -> KernelLaunch:
         optional("logical_to_physical", "logical_to_physical", mapped),
         optional("num_replicas", "num_replicas", mapped),
         _pointer("row_experts"),
-        *(optional(name, name, not layer.in_slots) for name in _TABLES),
+        *(optional(n, n, not layer.in_slots) for n in ("sorted_ids", "expert_ids", "num_slots")),
         optional("locks", "locks", layer.cuts),
-        *(optional(name, name, layer.in_slots) for name in ("row_slots", "expert_ends")),
+        *(optional(n, n, layer.in_slots) for n in ("row_slots", "expert_ends")),
         optional("stats", "stats", layer.stats),
         optional("rows", "token_rows", quantises),
         optional("row_scales", "token_scales", scaled),
@@ -327,15 +320,11 @@ def _gather(layer: GroupedLayer) -> KernelLaunch:
 
 def _slot_product(layer: GroupedLayer, *, w2: bool) -> KernelLaunch:
     matrices, num_sms = layer.matrices(w2), layer.num_sms
-    names = ("token_rows", "w13_weight", "h")
-    return deep_gemm_bf16.launch(
-        matrices,
-        deep_gemm_bf16.blocks(matrices, layer.rows, layer.block_m, num_sms),
-        ("hidden_rows", "w2_weight", "outputs") if w2 else names,
-        slots=layer.slots,
-        num_sms=num_sms,
-        early=layer.overlaps,
-    )
+    each = deep_gemm_bf16.blocks(matrices, layer.rows, layer.block_m, num_sms)
+    first, second = ("token_rows", "w13_weight", "h"), ("hidden_rows", "w2_weight", "outputs")
+    place = dict(slots=layer.slots, num_sms=num_sms)
+    names = second if w2 else first
+    return deep_gemm_bf16.launch(matrices, each, names, **place, early=layer.overlaps)
 
 
 def _activate(layer: GroupedLayer) -> KernelLaunch:
