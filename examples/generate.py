@@ -129,12 +129,23 @@ def rotary_frequencies(raw: dict[str, Any]) -> tuple[np.ndarray, float]:
 class Cache(NamedTuple):
     """Keys and values of all layers, bfloat16 [layers, sequences, kv_heads, positions, head_dim].
 
-    Layers write their rows in place. Positions are next to last: each head's matrix lies in one
-    piece, as a batched product reads it.
+    Positions are next to last: each head's matrix lies in one piece, as a batched product reads it.
     """
 
     keys: Any
     values: Any
+
+    def first(self, count: int) -> "Cache":
+        """The first positions."""
+        return Cache(*(array[..., :count, :] for array in self))
+
+    def put(self, rows: "Cache", positions: jax.Array) -> "Cache":
+        """With rows [layers, B, T, kv_heads, head_dim] at positions [B, T], in place under jit."""
+        sequence = jnp.arange(len(positions))[:, None]
+        pairs = zip(self, rows, strict=True)
+        return Cache(
+            *(all.at[:, sequence, :, positions].set(jnp.moveaxis(new, 0, 2)) for all, new in pairs)
+        )
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
@@ -165,9 +176,13 @@ class Attention(nnx.Module):
         self.sinks = held("sinks") if config.has_sinks else None
 
     def __call__(
-        self, x: jax.Array, positions: jax.Array, window: jax.Array, cache: Cache, index: jax.Array
+        self, x: jax.Array, positions: jax.Array, window: jax.Array, cache: Cache
     ) -> tuple[jax.Array, Cache]:
-        """x [B, T, H] at positions [B, T]; the cache comes back with them in layer `index`."""
+        """x [B, T, H] at positions [B, T], after what the layer's cache has before the first.
+
+        Returns:
+            [B, T, H], and keys and values of x [B, T, kv_heads, head_dim].
+        """
         config = self.config
         q = self._heads("q_proj", x, config.num_heads)
         k = self._heads("k_proj", x, config.num_kv_heads)
@@ -175,17 +190,15 @@ class Attention(nnx.Module):
         if config.has_norms:
             q = rms_norm(q, self.norms["q_norm"][...], config.epsilon)
             k = rms_norm(k, self.norms["k_norm"][...], config.epsilon)
-        sequence = jnp.arange(len(x))[:, None]
-        place = (index, sequence, slice(None), positions)
-        cache = Cache(
-            cache.keys.at[place].set(self._rotated(k, positions)), cache.values.at[place].set(v)
-        )
-        keys, values = (jax.lax.dynamic_index_in_dim(a, index, keepdims=False) for a in cache)
+        k = self._rotated(k, positions)
         q = self._rotated(q, positions)
         groups = q.reshape(*q.shape[:2], config.num_kv_heads, -1, config.head_dim)
-        scores = jnp.einsum("btkgd,bksd->bkgts", groups, keys).astype(jnp.float32)
-        scores *= config.head_dim**-0.5
-        distance = positions[:, :, None] - jnp.arange(keys.shape[2])
+        past = jnp.einsum("btkgd,bksd->bkgts", groups, cache.keys)
+        own = jnp.einsum("btkgd,bskd->bkgts", groups, k)
+        scores = jnp.concatenate([past, own], -1).astype(jnp.float32) * config.head_dim**-0.5
+        cached = jnp.arange(cache.keys.shape[2])
+        cached = jnp.where(cached < positions[:, :1], cached, FULL)
+        distance = positions[:, :, None] - jnp.concatenate([cached, positions], -1)[:, None]
         seen = (distance >= 0) & (distance < window)
         scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
         sink = jnp.float32(-jnp.inf)
@@ -194,8 +207,11 @@ class Attention(nnx.Module):
         largest = jnp.maximum(scores.max(-1, keepdims=True), sink)
         weights = jnp.exp(scores - largest)
         total = weights.sum(-1, keepdims=True) + jnp.exp(sink - largest)
-        mixed = jnp.einsum("bkgts,bksd->btkgd", (weights / total).astype(v.dtype), values)
-        return self._project("o_proj", mixed.reshape(*x.shape[:2], -1)), cache
+        past, own = jnp.split((weights / total).astype(v.dtype), [cached.shape[1]], -1)
+        mixed = jnp.einsum("bkgts,bksd->btkgd", past, cache.values)
+        mixed += jnp.einsum("bkgts,bskd->btkgd", own, v)
+        mixed = mixed.reshape(*x.shape[:2], -1)
+        return self._project("o_proj", mixed), Cache(k, v)
 
     def _project(self, part: str, x: jax.Array) -> jax.Array:
         y = x @ self.weights[part][...].T
@@ -238,16 +254,15 @@ class Layer(nnx.Module):
         padding: jax.Array,
         window: jax.Array,
         cache: Cache,
-        index: jax.Array,
     ) -> tuple[jax.Array, Cache]:
         """x [B, T, H]; see `Attention`. Padding, bool [B, T], reaches no expert."""
         with jax.named_scope("attention"):
             normed = rms_norm(x, self.input_norm[...], self.epsilon)
-            mixed, cache = self.attention(normed, positions, window, cache, index)
+            mixed, rows = self.attention(normed, positions, window, cache)
             x = x + mixed
         with jax.named_scope("experts"):
             normed = rms_norm(x, self.block_norm[...], self.epsilon)
-            return x + self.block(normed, padding_mask=padding), cache
+            return x + self.block(normed, padding_mask=padding), rows
 
 
 class Decoder(nnx.Module):
@@ -297,20 +312,21 @@ class Decoder(nnx.Module):
     def __call__(
         self, tokens: jax.Array, positions: jax.Array, padding: jax.Array, cache: Cache
     ) -> tuple[jax.Array, Cache]:
-        """Logits float32 [B, T, vocabulary] of tokens [B, T] at their positions, and the cache."""
+        """Logits float32 [B, T, vocabulary] of tokens [B, T] at their positions, after what the
+        cache has before the first; and their keys and values, for `Cache.put`."""
         graph, state = nnx.split(self.layers)
 
-        def step(carry: tuple[jax.Array, Cache], of_layer: Any) -> tuple[Any, None]:
-            layer_state, window, index = of_layer
+        def step(x: jax.Array, of_layer: Any) -> tuple[jax.Array, Cache]:
+            layer_state, window, layer_cache = of_layer
             layer = nnx.merge(graph, layer_state)
-            return layer(carry[0], positions, padding, window, carry[1], index), None
+            return layer(x, positions, padding, window, layer_cache)
 
         windows = jnp.asarray(self.config.windows, jnp.int32)
         x = self.embedding[...][tokens]
-        (x, cache), _ = jax.lax.scan(step, (x, cache), (state, windows, jnp.arange(len(windows))))
+        x, rows = jax.lax.scan(step, x, (state, windows, cache))
         x = rms_norm(x, self.norm[...], self.config.epsilon)
         head = self.embedding if self.head is None else self.head
-        return (x @ head[...].T).astype(jnp.float32), cache
+        return (x @ head[...].T).astype(jnp.float32), rows
 
     def empty_cache(self, sequences: int, length: int) -> Cache:
         """A cache for so many sequences of so many positions."""
@@ -353,8 +369,9 @@ def after_prompts(
 ) -> tuple[jax.Array, Cache]:
     """Logits [B, vocabulary] after each prompt of tokens [B, T], and the cache with all of them."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    logits, cache = model(tokens, positions, positions >= lengths[:, None], cache)
-    return jnp.take_along_axis(logits, lengths[:, None, None] - 1, axis=1)[:, 0], cache
+    logits, rows = model(tokens, positions, positions >= lengths[:, None], cache.first(0))
+    last = jnp.take_along_axis(logits, lengths[:, None, None] - 1, axis=1)[:, 0]
+    return last, cache.put(rows, positions)
 
 
 def after_token(
@@ -362,8 +379,8 @@ def after_token(
 ) -> tuple[jax.Array, Cache]:
     """Logits [B, vocabulary] after one token [B] more, which lies at position `lengths`."""
     padding = jnp.zeros((len(tokens), 1), bool)
-    logits, cache = model(tokens[:, None], lengths[:, None], padding, cache)
-    return logits[:, 0], cache
+    logits, rows = model(tokens[:, None], lengths[:, None], padding, cache)
+    return logits[:, 0], cache.put(rows, lengths[:, None])
 
 
 prefill = nnx.jit(after_prompts, donate_argnames="cache")

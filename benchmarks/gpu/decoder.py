@@ -191,8 +191,10 @@ def without(*parts: str) -> Iterator[None]:
     def no_experts(self: Any, x: jax.Array, **_: Any) -> jax.Array:
         return jnp.zeros_like(x)
 
-    def no_attention(self: Any, x: jax.Array, positions: Any, window: Any, cache: Any, *_: Any):
-        return jnp.zeros_like(x), cache
+    def no_attention(self: Any, x: jax.Array, positions: Any, window: Any, cache: Any) -> Any:
+        heads = self.config.num_kv_heads, self.config.head_dim
+        rows = jnp.zeros((*x.shape[:2], *heads), jnp.bfloat16)
+        return jnp.zeros_like(x), generate.Cache(rows, rows)
 
     with contextlib.ExitStack() as stack:
         if "experts" in parts:
