@@ -170,7 +170,7 @@ def profiled(run: Any, state: Any, call: tuple[Any, ...]) -> tuple[Json, Any]:
             for _ in range(STEPS_TRACED):
                 tokens, _, cache = run(state, *inputs, cache)
             jax.block_until_ready(tokens)
-        events = step_trace.read(Path(folder))
+        events = step_trace.read(Path(folder), on_gpu=jax.default_backend() == "gpu")
     if not events:
         return {}, cache
     scopes = step_trace.scopes_of(run.as_text())

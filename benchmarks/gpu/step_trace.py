@@ -29,6 +29,8 @@ _OURS = re.compile(
     r"humming|mega_moe|moe_gemm|group_tokens|stage_tokens|activate_rows|combine_rows", re.IGNORECASE
 )
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = .*?metadata=\{[^}]*?op_name=\"([^\"]*)\"")
+_DERIVED = ("XLA", "Framework", "Source", "Steps", "TensorFlow", "Launch")
+"""Lines of a GPU that sum up its streams."""
 _CONTAINERS = re.compile(r"^(while|call|conditional)([.\d]|$)")
 """Instructions whose time is that of others inside them."""
 
@@ -99,18 +101,20 @@ def largest(
     return [(*key, taken) for key, taken in ranked]
 
 
-def read(folder: Path) -> list[Event]:
+def read(folder: Path, *, on_gpu: bool) -> list[Event]:
     """Device events of the newest trace below a folder; none where there is no trace.
 
-    On a GPU the kernels and copies of its streams. On a CPU the instructions that the host ran.
+    Args:
+        folder: that `jax.profiler.trace` wrote to.
+        on_gpu: the kernels and copies of a GPU's streams, rather than the instructions that the
+            host ran.
     """
     files = sorted(folder.rglob("*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
     if not files:
         return []
     with gzip.open(files[-1], "rt") as file:
         raw = json.load(file)["traceEvents"]
-    on_gpu = list(_of_streams(raw))
-    return on_gpu or list(_of_host(raw))
+    return list(_of_streams(raw) if on_gpu else _of_host(raw))
 
 
 def _of_streams(raw: list[dict[str, Any]]) -> Iterator[Event]:
@@ -119,13 +123,14 @@ def _of_streams(raw: list[dict[str, Any]]) -> Iterator[Event]:
         for each in raw
         if each.get("name") == "process_name" and "/device:GPU" in each["args"]["name"]
     }
-    streams = {
-        (each["pid"], each["tid"])
+    lines = {
+        (each["pid"], each["tid"]): each["args"]["name"]
         for each in raw
-        if each.get("name") == "thread_name"
-        and each["pid"] in devices
-        and each["args"]["name"].startswith("Stream")
+        if each.get("name") == "thread_name" and each["pid"] in devices
     }
+    streams = {line for line, name in lines.items() if name.startswith("Stream")}
+    if not streams:
+        streams = {line for line, name in lines.items() if not name.startswith(_DERIVED)}
     for each in raw:
         if each.get("ph") == "X" and (each["pid"], each.get("tid")) in streams:
             yield _event(each)

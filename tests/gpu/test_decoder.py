@@ -69,7 +69,7 @@ def write(folder: Path, events: list[dict[str, Any]]) -> None:
 
 def test_parts_of_a_gpus_trace(step_trace: ModuleType, tmp_path: Path) -> None:
     write(tmp_path, EVENTS)
-    events, scopes = step_trace.read(tmp_path), step_trace.scopes_of(TEXT)
+    events, scopes = step_trace.read(tmp_path, on_gpu=True), step_trace.scopes_of(TEXT)
     want = dict(experts=40.0, router=5.0, attention=10.0, rest=21.0, unknown=4.0)
     assert step_trace.parts(events, scopes) == want
     assert step_trace.largest(events, scopes, 2) == [
@@ -78,8 +78,23 @@ def test_parts_of_a_gpus_trace(step_trace: ModuleType, tmp_path: Path) -> None:
     ]
 
 
-def test_no_trace_has_no_events(step_trace: ModuleType, tmp_path: Path) -> None:
-    assert step_trace.read(tmp_path) == []
+def test_streams_of_another_name_count(step_trace: ModuleType, tmp_path: Path) -> None:
+    renamed = {"name": "Compute 22"}
+    write(
+        tmp_path,
+        [
+            each | dict(args=renamed) if each.get("tid") == 22 and each["ph"] == "M" else each
+            for each in EVENTS
+        ],
+    )
+    assert len(step_trace.read(tmp_path, on_gpu=True)) == 7
+
+
+def test_a_host_alone_has_no_kernels(step_trace: ModuleType, tmp_path: Path) -> None:
+    assert step_trace.read(tmp_path, on_gpu=True) == []
+    write(tmp_path, [each for each in EVENTS if each.get("pid") == 701])
+    assert step_trace.read(tmp_path, on_gpu=True) == []
+    assert [each.name for each in step_trace.read(tmp_path, on_gpu=False)] == ["python"]
 
 
 def test_parts_of_a_program_on_this_machine(step_trace: ModuleType, tmp_path: Path) -> None:
@@ -94,7 +109,9 @@ def test_parts_of_a_program_on_this_machine(step_trace: ModuleType, tmp_path: Pa
     run = run.lower(*operands).compile(compiler_options=step_trace.NO_GRAPHS)
     with jax.profiler.trace(str(tmp_path)):
         jax.block_until_ready(run(*operands))
-    parts = step_trace.parts(step_trace.read(tmp_path), step_trace.scopes_of(run.as_text()))
+    parts = step_trace.parts(
+        step_trace.read(tmp_path, on_gpu=False), step_trace.scopes_of(run.as_text())
+    )
     assert parts["experts"] > 0 and parts["attention"] > 0 and parts["router"] == 0
 
 
