@@ -52,7 +52,7 @@ def hopper_mxfp4() -> Iterator[Timing]:
 
 GROUPED_RECIPES = {
     "mxfp4 x fp8_block": "mxfp4_block",
-    "mxfp4 x bf16": "mxfp4 x bf16",
+    "mxfp4 x bf16": "mxfp4_bf16",
     "mxfp4 x mxfp8": "mxfp4",
     "fp8_block x fp8_block": "fp8_block",
 }

@@ -10,17 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from command_line import RUN, run
+from emulation import H200, Emulation
 
 import jax_megamoe as mm
 from jax_megamoe.cli.gpu import contenders, measure, routings
 from jax_megamoe.cli.gpu.compiled import LATE
 from jax_megamoe.cli.gpu.measure import Request, recipes_of
-from jax_megamoe.cli.gpu.models import BF16_ROWS, MODELS, TINY
+from jax_megamoe.cli.gpu.models import BF16_ROWS, MODELS, TINY, Model
 from jax_megamoe.cli.gpu.picture import save_picture
 from jax_megamoe.cli.gpu.result import Ceilings, GpuResult, Timing, compared, read_result
 from jax_megamoe.cli.gpu.routings import ROUTINGS
 from jax_megamoe.cli.main import main
+from jax_megamoe.launch import grouped
 from jax_megamoe.launch import measured as measured_times
+from jax_megamoe.weights.drawn import random_experts
 
 CEILINGS = Ceilings(copy_bytes_per_second=4e12, bf16_flops=8e14, fp8_flops=1.5e15)
 
@@ -66,7 +69,7 @@ def test_table() -> None:
         ("fp8_block", dict(weight_bytes=4e6, flops=0.0), 1.0),
         ("fp8_block", dict(weight_bytes=4e6, flops=3e9), 2.0),
         ("bf16", dict(weight_bytes=4e6, flops=8e9), 10.0),
-        ("mxfp4 x bf16", dict(weight_bytes=0.0, flops=8e9), 10.0),
+        ("mxfp4_bf16", dict(weight_bytes=0.0, flops=8e9), 10.0),
     ],
 )
 def test_ceilings(recipe: str, work: dict[str, float], want: float) -> None:
@@ -158,14 +161,6 @@ def test_slow_calls_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(calls) in (times, times + 5)
 
 
-def test_bf16_rows_are_grouped_alone() -> None:
-    """MXFP4 beside BF16 rows is no recipe of a config: other implementations say so."""
-    with pytest.raises(NotImplementedError, match="expected grouped, the one that multiplies MXF"):
-        contenders.OURS["deep_gemm"](TINY, BF16_ROWS, 8)
-    with pytest.raises(NotImplementedError, match="expected a CUDA device"):
-        contenders.OURS["grouped"](TINY, BF16_ROWS, 8)
-
-
 def test_routings_take_turns() -> None:
     """Of 32 experts, 16 layers use others by two each; the tokens stay."""
     seen: list[int] = []
@@ -191,6 +186,24 @@ def test_ragged_layer_is_the_layer() -> None:
     got = contenders.ragged_layer(x, ids, factors, (w13, w2))
     off = np.asarray(got, np.float64) - np.asarray(want, np.float64)
     assert np.linalg.norm(off) / np.linalg.norm(np.asarray(want, np.float64)) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout"),
+    [("mxfp4_block", "humming_fp8"), ("fp8_block", "humming_fp8"), (BF16_ROWS, "humming_bf16"),
+     ("mxfp4_block", None)],
+)  # fmt: skip
+def test_parameters_made_in_a_program_are_those_of_a_user(recipe: str, layout: str | None) -> None:
+    """Traced, they have the arrays and shapes that the public functions give."""
+    config = TINY.config(recipe, 8)
+    got = jax.jit(lambda key: contenders._drawn(TINY, config, layout, key))(jax.random.key(3))
+    want = random_experts(config, jax.random.key(3))
+    want = want if layout is None else mm.to_layout(want, layout)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+        off = np.asarray(ours).view(np.uint8) != np.asarray(theirs).view(np.uint8)
+        assert off.mean() < 0.01  # XLA may round a normal number otherwise in a larger program
 
 
 def test_models_are_layers() -> None:
@@ -242,3 +255,22 @@ def test_command(tmp_path: Path) -> None:
     (row,) = measured_times.parse((tmp_path / "made/t.json").read_text())
     assert (row.device, row.num_ranks, row.recipe, row.num_tokens) == ("cpu", 1, "mxfp8", 1)
     assert list(row.microseconds) == ["xla"]
+
+
+def test_every_series_on_a_device_that_stands_for_an_h200(
+    emulation: Emulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled as on a GPU, several at a time; the launches are recorded, not carried out."""
+    emulation.device = H200
+    monkeypatch.setattr(grouped, "spec_of", lambda *_, **__: H200)
+    monkeypatch.setattr(contenders, "spec_of", lambda *_, **__: H200)
+    model = Model("a layer", 16, 4, 1024, 512)
+    series = tuple(each for each in contenders.FIRST if each[0] in contenders.OURS)
+    request = Request({"layer": model}, token_counts=(1, 64), series=series)
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        result = measure.measure(request, timer=lambda _: 1600.0)
+    rows = {each.series: each for each in result.timings}
+    for each in series:
+        assert rows[each].microseconds == 100 or each == ("grouped", "bf16"), rows[each].why
+    few, many = rows["grouped", "mxfp4_block"], rows["deep_gemm", "fp8_block"]
+    assert few.weight_bytes / many.weight_bytes == pytest.approx(17 / 32, rel=0.01)

@@ -14,7 +14,7 @@ from jax_megamoe import _checks, _files
 from jax_megamoe.cli.gpu.contenders import IMPLEMENTATIONS
 from jax_megamoe.cli.gpu.machine import Timer
 from jax_megamoe.cli.gpu.measure import Request, measure, needs_gpu, timed
-from jax_megamoe.cli.gpu.models import BF16_ROWS, MODELS, TINY, Model
+from jax_megamoe.cli.gpu.models import MODELS, TINY, Model
 from jax_megamoe.cli.gpu.picture import save_picture
 from jax_megamoe.cli.gpu.result import GpuResult, compared, read_result
 from jax_megamoe.formats import RECIPES
@@ -24,7 +24,6 @@ SUMMARY = "every implementation and peer that can run, on this machine's GPU, fo
 
 _TOKENS = (1, 8, 64, 256, 1024, 4096)
 _TINY_TOKENS = (1, 8, 64)
-_RECIPES = [*RECIPES, BF16_ROWS]
 _SIZES = {
     "experts": "num_experts",
     "top_k": "top_k",
@@ -43,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         name = f"--{option.replace('_', '-')}"
         parser.add_argument(name, type=int, help=f"{field} of a layer of your own; all four")
     parser.add_argument(
-        "--recipes", nargs="+", choices=_RECIPES, metavar="RECIPE",
-        help=f"of {', '.join(_RECIPES)} (those that the GPU has a fused kernel for)",
+        "--recipes", nargs="+", choices=list(RECIPES), metavar="RECIPE",
+        help=f"of {', '.join(RECIPES)} (those that the GPU has a fused kernel for)",
     )  # fmt: skip
     parser.add_argument("--tokens", type=int, nargs="+", help=f"({' '.join(map(str, _TOKENS))})")
     parser.add_argument(

@@ -9,19 +9,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, BFloat16, Float32, Int32
 
-from jax_megamoe import _checks
 from jax_megamoe.cli.gpu.models import BF16_ROWS, Model
 from jax_megamoe.config import MoEConfig
+from jax_megamoe.formats import GROUPED_LAYOUTS, INTERLEAVE_8
 from jax_megamoe.launch import grouped
 from jax_megamoe.op.mega_moe import mega_moe
-from jax_megamoe.plan.device import DeviceSpec
-from jax_megamoe.plan.grouped.layer import GroupedLayer
-from jax_megamoe.plan.grouped.rules import layout_of, planned_arch
 from jax_megamoe.plan.refusal import Refusal
 from jax_megamoe.runtime.devices import spec_of
 from jax_megamoe.weights.drawn import random_experts
 from jax_megamoe.weights.params import ExpertWeights
-from jax_megamoe.weights.relayout import to_layout
+from jax_megamoe.weights.regroup import to_grouped
 
 IMPLEMENTATIONS = ("deep_gemm", "grouped", "xla")
 
@@ -45,12 +42,12 @@ Prepare = Callable[[Model, str, int], Prepared]
 
 
 def _ours(implementation: str, model: Model, recipe: str, num_tokens: int) -> Prepared:
-    if recipe == BF16_ROWS:
-        return _bf16_rows(implementation, model)
     config = model.config(recipe, num_tokens)
     layout = None
     if implementation == "grouped":
-        spec = _spec()
+        spec = spec_of(jax.devices()[0], implementation="grouped")
+        if isinstance(spec, Refusal):
+            raise spec.error()
         layout = grouped.layout_of(config, spec.arch)
         if isinstance(layout, Refusal):
             raise layout.error()
@@ -60,44 +57,11 @@ def _ours(implementation: str, model: Model, recipe: str, num_tokens: int) -> Pr
 
 def _drawn(model: Model, config: MoEConfig, layout: str | None, key: Array) -> ExpertWeights:
     """Random parameters, in the layout that is asked for or in the config's own."""
-    weights = random_experts(config, key, has_biases=model.has_biases)
-    return weights if layout is None else to_layout(weights, layout)
-
-
-def _spec() -> DeviceSpec:
-    spec = spec_of(jax.devices()[0], implementation="grouped")
-    if isinstance(spec, Refusal):
-        raise spec.error()
-    return spec
-
-
-def _bf16_rows(implementation: str, model: Model) -> Prepared:
-    """Grouped products of MXFP4 weights and BF16 rows, which no recipe of a config has."""
-    if implementation != "grouped":
-        text = "grouped, the one that multiplies MXFP4 weights by BF16 rows"
-        raise NotImplementedError(_checks.message("implementation", text, implementation))
-    spec, activation = _spec(), model.activation
-    described = partial(
-        GroupedLayer,
-        arch=planned_arch(spec.arch),
-        num_sms=spec.num_sms,
-        **model.sizes,
-        num_logical=model.num_experts,
-        weights="mxfp4",
-        activations="bf16",
-        biases=model.has_biases,
-        activation=activation.name,
-        clamp=activation.clamp,
-        alpha=activation.alpha,
-        beta=activation.beta,
-    )
-
-    def layer(x: Array, ids: Array, factors: Array, weights: ExpertWeights) -> Array:
-        operands = {"x": x, "topk_ids": ids, "topk_weights": factors, **weights.routed.arrays()}
-        return grouped.launch_layer(described(num_tokens=x.shape[0]), operands)["y"]
-
-    config = model.config(BF16_ROWS, 1)
-    return Prepared(layer, partial(_drawn, model, config, layout_of("mxfp4", "bf16")), _bytes)
+    if layout is not None and layout in GROUPED_LAYOUTS:
+        drawn = random_experts(config, key, layout=INTERLEAVE_8, has_biases=model.has_biases)
+        # Of random matrices one second scale each is exact, as `to_layout` finds where it may look.
+        return to_grouped(drawn, layout, by_row=False)
+    return random_experts(config, key, layout=layout, has_biases=model.has_biases)
 
 
 def _bytes(weights: ExpertWeights) -> float:

@@ -8,8 +8,8 @@ from jax_megamoe.formats import RECIPES
 
 SWIGLU = Activation("swiglu")
 
-BF16_ROWS = "mxfp4 x bf16"
-"""MXFP4 weights beside BF16 activations: what is timed so, no name of `RECIPES`."""
+BF16_ROWS = "mxfp4_bf16"
+"""The recipe of MXFP4 weights beside BF16 tokens."""
 
 BYTES_OF_A_WEIGHT = {
     "bf16": 2.0,
@@ -40,12 +40,12 @@ class Model:
     has_biases: bool = False
 
     def config(self, recipe: str, num_tokens: int) -> MoEConfig:
-        """The layer in a recipe, for calls of up to so many tokens; `BF16_ROWS` as its weights.
+        """The layer in a recipe, for calls of up to so many tokens.
 
         Raises:
             ValueError: sizes that no layer has.
         """
-        known = RECIPES["mxfp4" if recipe == BF16_ROWS else recipe]
+        known = RECIPES[recipe]
         return MoEConfig(
             **self.sizes,
             max_num_tokens=num_tokens,
