@@ -60,8 +60,8 @@ ROOMS = {
     ),
     "op": (
         "_checks config formats launch mesh numerics plan routing symmetric_memory weights",
-        "staged_tokens bias_columns reference exchange one_expert pallas_products pallas_experts "
-        "xla grouped exporting transforms shardings mega_moe",
+        "staged_tokens bias_columns reference exchange one_expert pallas_decode pallas_products "
+        "pallas_experts xla grouped exporting transforms shardings mega_moe",
     ),
     "nn": (
         "_checks config formats launch mesh numerics op plan routing weights",

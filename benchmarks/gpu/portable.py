@@ -1,7 +1,7 @@
 """`xla` with Pallas kernels beside `lax.ragged_dot`: layers of Qwen3-30B's sizes on one GPU.
 
     PYTHONPATH=.:tests:tests/gpu:benchmarks/gpu python benchmarks/gpu/portable.py
-        [--model qwen3_30b] [--recipes bf16] [--tokens 1 8 64 512 4096] [--loop] [--sweep]
+        [--model qwen3_30b] [--recipes bf16 mxfp4] [--tokens 1 8 64 512 4096] [--loop] [--sweep]
 
 Needs a GPU of compute capability 8.0 or newer; no kernel source, no compiler. A layer is timed as
 `bench gpu` times it, 16 layers of other routings in a program. --loop times the loop over experts
@@ -11,10 +11,11 @@ $OUT/portable.json after every row.
 
 import argparse
 import faulthandler
+import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -29,8 +30,19 @@ from jaxtyping import Array
 from jax_megamoe.cli.gpu import contenders
 from jax_megamoe.cli.gpu.measure import ROUTINGS, rotated, routing, timed, tokens
 from jax_megamoe.cli.gpu.models import MODELS, TINY, Model
-from jax_megamoe.op import pallas_products
-from jax_megamoe.op.pallas_products import RowBlocks, Tiles, product, row_blocks, tiles_of
+from jax_megamoe.formats import RECIPES
+from jax_megamoe.numerics.tokens import quantize_tokens
+from jax_megamoe.op import pallas_experts, pallas_products
+from jax_megamoe.op.pallas_products import (
+    Matrix,
+    RowBlocks,
+    Rows,
+    Tiles,
+    product,
+    row_blocks,
+    tiles_of,
+)
+from jax_megamoe.weights.drawn import random_experts
 
 TOKENS = (1, 8, 64, 512, 4096)
 SECONDS = 240
@@ -101,85 +113,94 @@ def _compiled(lowered: Any) -> Any:
         return error
 
 
-def candidates(num_rows: int, num_experts: int) -> Iterator[Tiles]:
+def candidates(num_rows: int, num_experts: int, decoded: bool) -> Iterator[Tiles]:
     """Tiles to try: the chosen one first."""
-    chosen = tiles_of(num_rows, num_experts)
+    chosen = tiles_of(num_rows, num_experts, decoded=decoded)
     yield chosen
-    shapes = [(64, 128, 4), (64, 64, 4), (128, 64, 4), (128, 64, 8), (128, 128, 4), (128, 128, 8)]
+    shapes = [(64, 128, 4), (128, 128, 4), (128, 128, 8)]
+    shapes += [(64, 128, 8)] if decoded else [(64, 64, 4), (128, 64, 4), (128, 64, 8)]
     heights = [h for h in (chosen.rows // 2, chosen.rows, chosen.rows * 2) if 16 <= h <= 128]
-    for rows in heights:
-        for columns, depth, warps in shapes:
-            for stages in (3, 4):
-                tiles = Tiles(rows, columns, depth, warps, stages)
-                size = 2 * (rows + columns) * depth * stages
-                if size <= LARGEST_SHARED_BYTES and tiles != chosen:
-                    yield tiles
+    for rows, (columns, depth, warps) in itertools.product(heights, shapes):
+        for stages in (2, 3, 4) if decoded else (3, 4):
+            tiles = Tiles(rows, columns, depth, warps, stages)
+            size = (2 * rows + (1 if decoded else 2) * columns) * depth * stages
+            if size <= LARGEST_SHARED_BYTES and tiles != chosen:
+                yield tiles
 
 
 def many_products(
-    x: Array, w: Array, orders: Array, blocks: RowBlocks, *, tiles: Tiles, top_k: int | None
+    rows: Rows, matrix: Matrix, orders: Array, blocks: RowBlocks, **options: Any
 ) -> Array:
     """A product with `ROUTINGS` routings, one after the other."""
 
     def step(total: Array, each: tuple[Array, RowBlocks]) -> tuple[Array, None]:
-        y = product(x, w, *each, tiles=tiles, top_k=top_k)
+        y = product(rows, matrix, *each, **options)
         return total + y[0, :128].astype(jnp.float32), None
 
     return lax.scan(step, jnp.zeros(128, jnp.float32), (orders, blocks))[0]
 
 
-def sweep(result: Result, model: Model, counts: list[int]) -> None:
+def sweep(result: Result, model: Model, recipe: str, counts: list[int]) -> None:
     """Both products alone in every tile."""
-    keys = jax.random.split(jax.random.key(0), 4)
-    sizes = (model.num_experts, model.hidden_size, model.intermediate_size)
-    experts, hidden, inter = sizes
-    draw = partial(jax.random.normal, dtype=jnp.bfloat16)
-    matrices = [
-        draw(keys[0], (experts, 2 * inter, hidden)),
-        draw(keys[1], (experts, hidden, inter)),
-    ]
+    known, keys = RECIPES[recipe], jax.random.split(jax.random.key(0), 3)
+    routed = random_experts(model.config(recipe, max(counts)), keys[0]).routed
+    w13 = Matrix(routed.w13_weight, routed.w13_weight_scale)
+    w2 = Matrix(routed.w2_weight, routed.w2_weight_scale)
     for count in counts:
-        rows = count * model.top_k
-        ids = routing(model, count, keys[2], (ROUTINGS,))[0].reshape(ROUTINGS, -1)
-        orders = jnp.argsort(ids, axis=1).astype(jnp.int32)
-        read = float(np.mean([len(np.unique(each)) for each in np.asarray(ids)])) / experts
-        inputs = (draw(keys[3], (count, hidden)), draw(keys[3], (rows, inter)))
-        jobs = [(tiles, nth) for tiles in candidates(rows, experts) for nth in (0, 1)]
-        found: dict[tuple[Tiles, int], Any] = {}
+        slots = count * model.top_k
+        ids = routing(model, count, keys[1], (ROUTINGS,))[0].reshape(ROUTINGS, -1)
+        x = jax.random.normal(keys[2], (count, model.hidden_size), jnp.bfloat16)
+        act = jax.random.normal(keys[2], (slots, model.intermediate_size), jnp.float32)
+        first = jax.jit(lambda x: pallas_experts.rows_of(quantize_tokens(x, known), w13))(x)
+        second = jax.jit(lambda act: pallas_experts.second_rows(act, known, w2))(act)
+        products = ((first, w13, model.top_k), (second, w2, None))
+        one_count(result, model, recipe, ids, products)
 
-        def build(job: tuple[Tiles, int], count: int = count) -> Any:
-            tiles, nth = job
-            blocks = jax.vmap(partial(row_blocks, num_experts=experts, rows=tiles.rows))(ids)
-            call: Callable[..., Array] = partial(
-                many_products, tiles=tiles, top_k=None if nth else model.top_k
-            )
-            operands = (inputs[nth], matrices[nth], orders, blocks)
-            return _compiled(jax.jit(call).lower(*operands)), operands
 
-        with ThreadPoolExecutor(COMPILERS) as pool:
-            built = list(pool.map(build, jobs))
-        for (tiles, nth), (program, operands) in zip(jobs, built, strict=True):
-            if isinstance(program, Exception):
-                print(count, nth + 1, tiles, repr(program)[:200], flush=True)
-                continue
-            us = quickly(partial(program, *operands), enough=0.01) / ROUTINGS
-            found[tiles, nth] = us
-            gb = read * matrices[nth].nbytes / us / 1e3
-            flops = 2.0 * rows * matrices[nth][0].size / us / 1e6
-            result.add(
-                what=f"product {nth + 1}", tokens=count, tiles=list(tiles), us=us, GB_per_s=gb,
-                TFLOP_per_s=flops,
-            )  # fmt: skip
-        for nth in (0, 1):
-            times = {tiles: us for (tiles, n), us in found.items() if n == nth}
-            if not times:
-                continue
-            best = min(times, key=lambda tiles: times[tiles])
-            chosen = times.get(tiles_of(rows, experts), float("nan"))
-            result.add(
-                what=f"best of product {nth + 1}", tokens=count, tiles=list(best), us=times[best],
-                chosen_us=chosen,
-            )  # fmt: skip
+def one_count(
+    result: Result, model: Model, recipe: str, ids: Array, products: tuple[Any, ...]
+) -> None:
+    """The products of one number of tokens, (rows, matrix, top_k) each."""
+    experts, slots = model.num_experts, ids.shape[1]
+    decoded, count = products[0][1].scale is not None, slots // model.top_k
+    orders = jnp.argsort(ids, axis=1).astype(jnp.int32)
+    read = float(np.mean([len(np.unique(each)) for each in np.asarray(ids)])) / experts
+    jobs = [(tiles, n) for tiles in candidates(slots, experts, decoded) for n in (0, 1)]
+
+    def build(job: tuple[Tiles, int]) -> Any:
+        tiles, nth = job
+        rows, matrix, top_k = products[nth]
+        blocks = jax.vmap(partial(row_blocks, num_experts=experts, rows=tiles.rows))(ids)
+        call = partial(many_products, tiles=tiles, top_k=top_k, interleaved=nth == 0)
+        operands = (rows, matrix, orders, blocks)
+        return _compiled(jax.jit(call).lower(*operands)), operands
+
+    with ThreadPoolExecutor(COMPILERS) as pool:
+        built = list(pool.map(build, jobs))
+    found: dict[tuple[Tiles, int], float] = {}
+    for (tiles, nth), (program, operands) in zip(jobs, built, strict=True):
+        if isinstance(program, Exception):
+            print(count, nth + 1, tiles, repr(program)[:200], flush=True)
+            continue
+        us = quickly(partial(program, *operands), enough=0.01) / ROUTINGS
+        found[tiles, nth] = us
+        matrix = products[nth][1]
+        gb = read * sum(array.nbytes for array in jax.tree.leaves(matrix)) / us / 1e3
+        rate = 2.0 * slots * matrix.weight.shape[1] * matrix.depth / us / 1e6
+        result.add(
+            what=f"product {nth + 1}", recipe=recipe, tokens=count, tiles=list(tiles), us=us,
+            GB_per_s=gb, TFLOP_per_s=rate,
+        )  # fmt: skip
+    chosen = tiles_of(slots, experts, decoded=decoded)
+    for nth in (0, 1):
+        times = {tiles: us for (tiles, n), us in found.items() if n == nth}
+        if not times:
+            continue
+        best = min(times, key=lambda tiles, times=times: times[tiles])
+        result.add(
+            what=f"best of product {nth + 1}", recipe=recipe, tokens=count, tiles=list(best),
+            us=times[best], chosen=list(chosen), chosen_us=times.get(chosen, float("nan")),
+        )  # fmt: skip
 
 
 def main() -> None:
@@ -195,7 +216,8 @@ def main() -> None:
     model, result = known[arguments.model], Result()
     print(f"kernels available: {pallas_products.available()}", flush=True)
     if arguments.sweep:
-        sweep(result, model, arguments.tokens)
+        for recipe in arguments.recipes:
+            sweep(result, model, recipe, arguments.tokens)
     else:
         layers(result, model, arguments.recipes, arguments.tokens, arguments.loop)
 

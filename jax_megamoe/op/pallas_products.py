@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, BFloat16, Float, Float32, Int32
 
 from jax_megamoe.mesh import vary, varying_axes
+from jax_megamoe.op import pallas_decode
 
 triton: Any
 try:
@@ -86,17 +87,25 @@ def available() -> bool:
     return all(float(getattr(d, "compute_capability", 0)) >= _OLDEST for d in devices)
 
 
-def tiles_of(num_rows: int, num_experts: int) -> Tiles:
+def tiles_of(num_rows: int, num_experts: int, *, decoded: bool = False) -> Tiles:
     """Tiles for so many rows of so many experts.
 
     Blocks have half again an expert's even share, so that most experts are read once. The buffers
     of all stages fit the 99 KB of shared memory that consumer GPUs have.
+
+    Args:
+        num_rows: of all experts.
+        num_experts: E.
+        decoded: weights of 4 or 8 bits, with a scale for 128 of K.
     """
     share = 3 * num_rows // (2 * num_experts)
     rows = min(128, max(16, 1 << max(0, share - 1).bit_length()))
     if rows <= 32:
         return Tiles(rows, columns=64, depth=128, warps=4, stages=4)
-    return Tiles(rows, columns=128, depth=64, warps=4 if rows == 64 else 8, stages=3)
+    warps = 4 if rows == 64 else 8
+    if decoded:
+        return Tiles(rows, columns=128, depth=128, warps=8, stages=3 if rows == 64 else 2)
+    return Tiles(rows, columns=128, depth=64, warps=warps, stages=3)
 
 
 def row_blocks(ids: Int32[Array, " slots"], num_experts: int, rows: int) -> RowBlocks:
@@ -127,28 +136,79 @@ def _most_blocks(num_rows: int, num_experts: int, rows: int) -> int:
     return min(num_rows, num_rows // rows + min(num_experts, num_rows))
 
 
+class Matrix(NamedTuple):
+    """The experts' matrices as they are stored, in one of the ways that `runs_stored` lists.
+
+    Attributes:
+        weight: [E, N, K], bfloat16 or float8_e4m3fn, or uint8 [E, N, K / 2].
+        scale: UE8M0 words, int32 [E, K / 128, N], or float32 [E, N / 128, K / 128].
+    """
+
+    weight: Array
+    scale: Array | None = None
+
+    @property
+    def depth(self) -> int:
+        """K."""
+        return self.weight.shape[2] * (2 if self.weight.dtype == jnp.uint8 else 1)
+
+
+class Rows(NamedTuple):
+    """What the experts multiply.
+
+    Attributes:
+        values: bfloat16 [rows, K]; beside uint8 weights `halves` of it.
+        scale: float32 [rows, K / 128], beside weights with a float32 scale; else None.
+    """
+
+    values: BFloat16[Array, "*two rows k"]
+    scale: Float32[Array, "rows blocks"] | None = None
+
+
+class _Operands(NamedTuple):
+    """What the kernel reads."""
+
+    blocks: RowBlocks
+    order: Any
+    rows: Rows
+    matrix: Matrix
+    weighed: Weighed | None
+
+
+def addressable(array: Array) -> bool:
+    """Whether Pallas computes right offsets: it takes 32 bits, with a sign, up to 2^32 bytes."""
+    return array.size < 2**31 or array.size * array.dtype.itemsize > 2**32
+
+
+def halves(values: Float[Array, "rows k"]) -> Float[Array, "2 rows half"]:
+    """Values of even and of odd k, as the two in a byte of weights."""
+    return values.reshape(values.shape[0], -1, 2).transpose(2, 0, 1)
+
+
 def product(
-    x: BFloat16[Array, "tokens k"],
-    w: BFloat16[Array, "experts n k"],
+    rows: Rows,
+    matrix: Matrix,
     order: Int32[Array, " slots"],
     blocks: RowBlocks,
     weighed: Weighed | None = None,
     *,
     tiles: Tiles,
     top_k: int | None,
+    interleaved: bool = False,
     dtype: Any = jnp.bfloat16,
     interpret: bool = False,
 ) -> Float[Array, "slots n"]:
     """Each row times its expert's matrix, transposed, summed in float32.
 
     Args:
-        x: tokens, slot s of which is row s // top_k; with top_k None: rows sorted by expert.
-        w: the matrices.
+        rows: tokens, slot s of which is row s // top_k; with top_k None: sorted by expert.
+        matrix: of each expert.
         order: the slots, sorted by expert.
         blocks: of the sorted rows.
         weighed: biases.
         tiles: how the product is cut.
         top_k: slots of a token.
+        interleaved: the matrix' rows are gate and up in turns of 8.
         dtype: of the result.
         interpret: by JAX instead of the GPU, for tests.
 
@@ -156,54 +216,56 @@ def product(
         With top_k the sorted rows, without it the slots in their own order; undefined in rows
         without an expert.
     """
-    operands = [*blocks, order, x, w, *(each for each in weighed or () if each is not None)]
-    axes = frozenset[str]().union(*map(varying_axes, operands))
-    operands = [vary(each, axes) for each in operands]
-    like = jax.typeof(operands[0])
+    operands = _Operands(blocks, order, rows, matrix, weighed)
+    axes = frozenset[str]().union(*map(varying_axes, jax.tree.leaves(operands)))
+    operands = jax.tree.map(lambda each: vary(each, axes), operands)
+    width = matrix.weight.shape[1]
     kernel = partial(
-        _kernel, tiles=tiles, top_k=top_k, biased=weighed is not None,
-        has_factor=weighed is not None and weighed.factor is not None,
-    )  # fmt: skip
-    shape = jax.ShapeDtypeStruct(
-        (order.shape[0], w.shape[1]), dtype, manual_axis_type=like.manual_axis_type
+        _kernel, tiles=tiles, top_k=top_k, interleaved=interleaved, assembled=not interpret
     )
+    varying = jax.typeof(operands.order).manual_axis_type
     return pl.pallas_call(
         kernel,
-        out_shape=shape,
-        grid=(w.shape[1] // tiles.columns, blocks.expert.shape[0]),
+        out_shape=jax.ShapeDtypeStruct((order.shape[0], width), dtype, manual_axis_type=varying),
+        grid=(width // tiles.columns, blocks.expert.shape[0]),
         compiler_params=triton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
         name="mega_moe_product",
-    )(*operands)
+    )(operands)
 
 
 def _kernel(
-    expert_ref: Any, start_ref: Any, stop_ref: Any, order_ref: Any, x_ref: Any, w_ref: Any,
-    *rest: Any, tiles: Tiles, top_k: int | None, biased: bool, has_factor: bool,
-) -> None:  # fmt: skip
+    refs: _Operands,
+    out_ref: Any,
+    *,
+    tiles: Tiles,
+    top_k: int | None,
+    interleaved: bool,
+    assembled: bool,
+) -> None:
     """A block of rows times `tiles.columns` rows of its expert's matrix.
 
     Columns come first in the grid: blocks of one expert run close together, and find its matrix in
     the L2 cache.
     """
     column, block = pl.program_id(0), pl.program_id(1)
-    out_ref = rest[-1]
-    e = expert_ref[block]
-    columns = pl.ds(column * tiles.columns, tiles.columns)
+    e = refs.blocks.expert[block]
 
     @pl.when(e >= 0)
     def _() -> None:
-        start, stop = start_ref[block], stop_ref[block]
+        start, stop = refs.blocks.start[block], refs.blocks.stop[block]
         row = start + jnp.arange(tiles.rows, dtype=jnp.int32)
         inside = row < stop
         # Past the end the first row is read again, and not stored: loads need no mask.
         row = jnp.where(inside, row, start)
-        slot = triton.load(order_ref.at[row])
-        total = _summed(x_ref, w_ref, row if top_k is None else slot // top_k, e, column, tiles)
-        if biased:
-            bias = jnp.broadcast_to(rest[0][e, columns][None, :], total.shape)
-            if has_factor:
-                factor = triton.load(rest[1].at[slot])
+        slot = triton.load(refs.order.at[row])
+        source = row if top_k is None else slot // top_k
+        total = _summed(refs, source, e, column, tiles, interleaved, assembled)
+        if refs.weighed is not None:
+            columns = pl.ds(column * tiles.columns, tiles.columns)
+            bias = jnp.broadcast_to(refs.weighed.bias[e, columns][None, :], total.shape)
+            if refs.weighed.factor is not None:
+                factor = triton.load(refs.weighed.factor.at[slot])
                 bias = bias * jnp.broadcast_to(factor[:, None], total.shape)
             total = total + bias
         # Out of bounds where it is not stored, so that the interpreter writes no row twice.
@@ -223,20 +285,67 @@ def _grid(rows: Array, step: Array, size: int) -> tuple[Array, Array]:
 
 
 def _summed(
-    x_ref: Any, w_ref: Any, source: Array, e: Array, column: Array, tiles: Tiles
+    refs: _Operands,
+    source: Array,
+    e: Array,
+    column: Array,
+    tiles: Tiles,
+    interleaved: bool,
+    assembled: bool,
 ) -> Float32[Array, "rows columns"]:
     """The product of a block, over all of K."""
-    swapped = tiles.rows < _SWAPPED_BELOW
+    matrix: Any = refs.matrix
+    depth = tiles.depth
+    # Decoded weights stay in registers, which only a tensor core's first operand can.
+    swapped = matrix.scale is not None or tiles.rows < _SWAPPED_BELOW
     columns = pl.ds(column * tiles.columns, tiles.columns)
+    decoded = partial(pallas_decode.decoded, assembled=assembled)
+    stored = depth // 2 if matrix.weight.dtype == jnp.uint8 else depth
+
+    def load_rows(i: Array, *half: int) -> Array:
+        return triton.load(refs.rows.values.at[(*half, *_grid(source, i, stored))])
+
+    def load_scales(i: Array, each: int) -> Array:
+        row = column * tiles.columns + jnp.arange(tiles.columns, dtype=jnp.int32)
+        words = triton.load(matrix.scale.at[e, i, pallas_decode.word_rows(row)])
+        return pallas_decode.spread_scales(words, each)
 
     def step(i: Array, total: Array) -> Array:
-        x = triton.load(x_ref.at[_grid(source, i, tiles.depth)])
-        w = triton.load(w_ref.at[e, columns, pl.ds(i * tiles.depth, tiles.depth)])
-        return total + (_dot(w, x) if swapped else _dot(x, w))
+        w = triton.load(matrix.weight.at[e, columns, pl.ds(i * stored, stored)])
+        if matrix.scale is None:
+            x = load_rows(i)
+            return total + (_dot(w, x) if swapped else _dot(x, w))
+        if w.dtype == jnp.uint8:
+            scales = load_scales(i, 16)
+            for half, name in enumerate(("e2m1 even", "e2m1 odd")):
+                values = decoded(name, w, scales)
+                total = total + _dot(values, load_rows(i, half))
+            return total
+        if matrix.scale.dtype == jnp.int32:
+            return total + _dot(decoded("e4m3", w, load_scales(i, 32)), load_rows(i))
+        of_rows = triton.load(refs.rows.scale.at[source, i])
+        of_columns = _column_scales(matrix, e, column, i, tiles.columns, interleaved)
+        scale = jnp.broadcast_to(of_rows[None, :], total.shape) * of_columns
+        return total + _dot(decoded("e4m3", w, None), load_rows(i)) * scale
 
     shape = (tiles.columns, tiles.rows) if swapped else (tiles.rows, tiles.columns)
-    total = lax.fori_loop(0, x_ref.shape[1] // tiles.depth, step, jnp.zeros(shape, jnp.float32))
+    num_steps = refs.rows.values.shape[-1] // stored
+    total = lax.fori_loop(0, num_steps, step, jnp.zeros(shape, jnp.float32))
     return total.T if swapped else total
+
+
+def _column_scales(
+    matrix: Any, e: Array, column: Array, i: Array, size: int, interleaved: bool
+) -> Array:
+    """The float32 scales of some columns and of 128 of K: [columns, 1], or one for all."""
+    first = column * size
+    if not interleaved:
+        return matrix.scale[e, first // 128, i]
+    gate = first // 256
+    half = matrix.scale.shape[1] // 2
+    of_gate, of_up = matrix.scale[e, gate, i], matrix.scale[e, half + gate, i]
+    is_up = jnp.arange(size, dtype=jnp.int32) // 8 % 2 == 1
+    return jnp.where(is_up, of_up, of_gate)[:, None]
 
 
 def _dot(a: Array, b: Array) -> Array:

@@ -197,7 +197,7 @@ def _by_platform(
 ) -> Array:
     """Every slot's row by Pallas kernels where those run, chosen as the program is lowered, else
     `one_by_one()`; tokens None in the backward pass, which has no kernel."""
-    if tokens is None or not pallas_experts.runs(local_id.size, mlp):
+    if tokens is None or not pallas_experts.runs(local_id.size, weights, mlp):
         return one_by_one()
     at_once = partial(pallas_experts.outputs, tokens, local_id, factors, weights, mlp)
     return lax.platform_dependent(cuda=at_once, default=one_by_one)

@@ -22,11 +22,12 @@ from jaxtyping import Array
 import jax_megamoe as mm
 from jax_megamoe.cli.gpu.measure import tokens
 from jax_megamoe.op import pallas_products
+from jax_megamoe.op.pallas_experts import FORMATS
 from jax_megamoe.weights.drawn import random_experts
 
 TOKENS = (1, 7, 64, 129, 700)
 REPEATS = 10
-SECONDS = 110
+SECONDS = 150
 TARGET = "__gpu$xla.gpu.triton"
 GPT_OSS = mm.Activation("swiglu", clamp=7.0, alpha=1.702, beta=1.0)
 
@@ -122,12 +123,17 @@ def main() -> None:
     device: Any = jax.devices()[0]
     checks.check(pallas_products.available(), "available", f"on {device.device_kind}")
     layer(checks, config_of("bf16"), "bf16", (0, 7, 64) if quick else (0, *TOKENS))
-    with_biases = config_of("bf16", activation=GPT_OSS)
-    layer(checks, with_biases, "bf16, biases", (64,) if quick else (7, 64, 700))
-    shared = config_of("bf16", num_shared_experts=1)
-    layer(checks, shared, "bf16, shared expert", (64,))
+    layer(checks, config_of("bf16", activation=GPT_OSS), "bf16, biases", (64,))
+    layer(checks, config_of("bf16", num_shared_experts=1), "bf16, shared expert", (64,))
+    for recipe in FORMATS:
+        if recipe != "bf16":
+            layer(checks, config_of(recipe), recipe, (64,) if quick else (7, 64, 700))
+    if not quick:
+        for recipe in ("mxfp4", "fp8_block"):
+            layer(checks, config_of(recipe, activation=GPT_OSS), f"{recipe}, biases", (64,))
     if jax.device_count() > 1:
-        over_ranks(checks, "bf16")
+        for recipe in ("bf16", "mxfp4"):
+            over_ranks(checks, recipe)
     checks.finish(device=device.device_kind, jax=jax.__version__)
 
 

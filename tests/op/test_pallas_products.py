@@ -1,5 +1,6 @@
 """The Pallas kernel of `xla`: interpreted on a CPU beside the loop; lowered for CUDA."""
 
+import itertools
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -11,13 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export, lax
-from jax.experimental import pallas as pl
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_megamoe as mm
-from jax_megamoe.op import pallas_products
-from jax_megamoe.op.pallas_products import Tiles, Weighed, product, row_blocks, tiles_of
+from jax_megamoe.op import pallas_experts, pallas_products
+from jax_megamoe.op.pallas_products import (
+    Matrix,
+    Rows,
+    Tiles,
+    Weighed,
+    product,
+    row_blocks,
+    tiles_of,
+)
 
 TOKENS = 64
 TARGET = "__gpu$xla.gpu.triton"
@@ -28,7 +36,7 @@ CONSUMER_SHARED_BYTES = 99 * 1024
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As if every CUDA device could run the kernel; nothing traced before counts."""
     jax.clear_caches()
-    monkeypatch.setattr(pallas_products, "available", lambda: True)
+    monkeypatch.setattr(pallas_experts, "available", lambda: True)
     yield
     jax.clear_caches()
 
@@ -37,14 +45,19 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def interpreted(on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernel interpreted on the CPU; what was traced of it, by name."""
     traced: list[str] = []
-    call = pl.pallas_call
 
-    def interpret(*arguments: Any, **options: Any) -> Any:
-        traced.append(options["name"])
-        return call(*arguments, **options | {"interpret": True})
+    def interpret(rows: Rows, matrix: Matrix, *arguments: Any, **options: Any) -> Any:
+        traced.append(str(matrix.weight.dtype))
+        return product(rows, matrix, *arguments, **options, interpret=True)
 
-    monkeypatch.setattr(pl, "pallas_call", interpret)
-    monkeypatch.setattr(lax, "platform_dependent", lambda cuda, default: cuda())
+    monkeypatch.setattr(pallas_experts, "product", interpret)
+    choose = lax.platform_dependent
+
+    def on_cuda(*operands: Any, **branches: Any) -> Any:
+        # Roundings have branches for CPUs too, and keep them.
+        return branches["cuda"](*operands) if "cuda" in branches else choose(*operands, **branches)
+
+    monkeypatch.setattr(lax, "platform_dependent", on_cuda)
     return traced
 
 
@@ -108,27 +121,29 @@ def test_product(load: str, tiles: Tiles) -> None:
     factor = jnp.asarray(rng.random(ids.size), jnp.float32)
     blocks = row_blocks(jnp.asarray(ids, jnp.int32), num_experts, tiles.rows)
     call = partial(
-        product, w=w, order=jnp.asarray(order, jnp.int32), blocks=blocks, tiles=tiles,
+        product, matrix=Matrix(w), order=jnp.asarray(order, jnp.int32), blocks=blocks, tiles=tiles,
         dtype=jnp.float32, interpret=True,
     )  # fmt: skip
     real = ids < num_experts
+    sorted_rows = Rows(x[order // top_k])
     slots = np.asarray(x, np.float32)[np.arange(ids.size) // top_k]
     matrices = np.asarray(w, np.float32)[np.minimum(ids, num_experts - 1)]
     sums, biases = np.einsum("rk,rnk->rn", slots, matrices), np.asarray(bias)[ids[real]]
-    first = np.asarray(call(x, weighed=Weighed(bias), top_k=top_k))
+    first = np.asarray(call(Rows(x), weighed=Weighed(bias), top_k=top_k))
     close = partial(np.testing.assert_allclose, rtol=0, atol=1e-4)
     close(first[: real.sum()], (sums[real] + biases)[np.argsort(ids[real], kind="stable")])
-    plain = np.asarray(call(x[order // top_k], top_k=None))
+    plain = np.asarray(call(sorted_rows, top_k=None))
     close(plain[real], sums[real])
-    weighed = np.asarray(call(x[order // top_k], weighed=Weighed(bias, factor), top_k=None))
+    weighed = np.asarray(call(sorted_rows, weighed=Weighed(bias, factor), top_k=None))
     close(weighed[real], sums[real] + biases * np.asarray(factor)[real, None])
 
 
 def test_tiles_fit_every_gpu_and_divide_every_size() -> None:
     for experts in (1, 8, 128, 256):
-        for rows in (1, 8, 64, 512, 4096, 65536):
-            tiles = tiles_of(rows, experts)
-            step = 2 * (tiles.rows + tiles.columns) * tiles.depth
+        for rows, decoded in itertools.product((1, 8, 64, 512, 4096, 65536), (False, True)):
+            tiles = tiles_of(rows, experts, decoded=decoded)
+            step = (2 * tiles.rows + (1 if decoded else 2) * tiles.columns) * tiles.depth
+            assert tiles.depth == 128 or not decoded
             assert step * tiles.stages <= CONSUMER_SHARED_BYTES, (rows, experts)
             assert not 128 % tiles.columns and not 128 % tiles.depth
             assert tiles.rows in (16, 32, 64, 128)
@@ -167,27 +182,30 @@ def outputs(cfg: mm.MoEConfig, weights: mm.ExpertWeights, ranks: int = 1) -> dic
     }
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(
-    ("biased", "changes"),
-    [
-        (False, {}),
-        (True, {"activation": cases.ACTIVATIONS["gpt_oss"]}),
-        (False, {"activation": cases.ACTIVATIONS["clamped"], "num_shared_experts": 1}),
-    ],
-    ids=["plain", "biases", "shared"],
-)
+CASES = [
+    (form, ranks, biased, changes)
+    for form in pallas_experts.FORMATS
+    for ranks, biased, changes in (
+        (1, False, {}),
+        (2, True, {"activation": cases.ACTIVATIONS["gpt_oss"]}),
+    )
+]
+CASES.append(("bf16", 2, False, {"num_shared_experts": 1}))
+CASES.append(("bf16", 1, True, {"activation": cases.ACTIVATIONS["clamped"]}))
+
+
+@pytest.mark.parametrize(("form", "ranks", "biased", "changes"), CASES)
 def test_layer_equals_the_loop(
-    biased: bool, changes: dict[str, Any], ranks: int, request: pytest.FixtureRequest
+    form: str, ranks: int, biased: bool, changes: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
-    cfg = cases.config("bf16", **changes)
+    cfg = cases.config(form, **changes)
     weights = cases.weights(cfg, biased=biased)
     want = outputs(cfg, weights)
     traced = request.getfixturevalue("interpreted")
     got = outputs(cfg, weights, ranks)
     assert len(traced) == 2
     for name, y in got.items():
-        cases.assert_agree(y, want[name], "bf16", name)
+        cases.assert_agree(y, want[name], form, name)
         _, mask = cases.routings(cfg, TOKENS)[name]
         assert not y[mask].any()
 
@@ -230,6 +248,16 @@ def lowered(platform: str, ranks: int = 1, form: str = "bf16", **options: Any) -
 )
 def test_lowers_for_cuda(ranks: int, options: dict[str, Any], on_gpu: None) -> None:
     assert lowered("cuda", ranks, **options).count(TARGET) == 2
+
+
+@pytest.mark.parametrize("form", pallas_experts.FORMATS)
+def test_lowers_every_format_that_it_has(form: str, on_gpu: None) -> None:
+    assert lowered("cuda", form=form).count(TARGET) == 2
+
+
+@pytest.mark.parametrize("form", sorted(set(cases.RECIPES) - set(pallas_experts.FORMATS)))
+def test_other_formats_keep_the_loop(form: str, on_gpu: None) -> None:
+    assert TARGET not in lowered("cuda", form=form)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "rocm", "tpu"])
