@@ -28,8 +28,9 @@ from jax import lax
 from jaxtyping import Array
 
 from jax_megamoe.cli.gpu import contenders
-from jax_megamoe.cli.gpu.measure import ROUTINGS, rotated, routing, timed, tokens
+from jax_megamoe.cli.gpu.measure import timed
 from jax_megamoe.cli.gpu.models import MODELS, TINY, Model
+from jax_megamoe.cli.gpu.routings import ROUTINGS, drawn, rotated, routing
 from jax_megamoe.formats import RECIPES
 from jax_megamoe.numerics.tokens import quantize_tokens
 from jax_megamoe.op import pallas_experts, pallas_products
@@ -83,20 +84,21 @@ def layers(result: Result, model: Model, recipes: list[str], counts: list[int], 
     for name, recipe, prepare, switch in entries:
         os.environ[pallas_products.SWITCH] = switch
         made = prepare(model, recipe, max(counts))
-        inputs = {count: tokens(model, count) for count in counts}
+        parameters = jax.block_until_ready(jax.jit(made.make)(jax.random.key(0)))
+        inputs = {count: drawn(model, count) for count in counts}
         # Traced here, where the switch says how; compiled side by side.
         run = rotated(made.layer, model.num_experts)
-        lowered = {count: run.lower(*inputs[count], made.parameters) for count in counts}
+        lowered = {count: run.lower(*inputs[count], parameters) for count in counts}
         with ThreadPoolExecutor(COMPILERS) as pool:
             programs = dict(zip(counts, pool.map(_compiled, lowered.values()), strict=True))
         for count, program in programs.items():
             if isinstance(program, Exception):
                 result.add(what=name, recipe=recipe, tokens=count, error=repr(program)[:500])
                 continue
-            call = partial(program, *inputs[count], made.parameters)
+            call = partial(program, *inputs[count], parameters)
             us = quickly(call) / ROUTINGS
             experts = len(np.unique(np.asarray(inputs[count][1])))
-            gb = experts * made.weight_bytes / us / 1e3
+            gb = experts * made.weight_bytes(parameters) / us / 1e3
             tflops = model.flops(count) / us / 1e6
             result.add(
                 what=name, recipe=recipe, tokens=count, us=us, GB_per_s=gb, TFLOP_per_s=tflops

@@ -323,7 +323,8 @@ def _summed(
             return total
         if matrix.scale.dtype == jnp.int32:
             return total + _dot(decoded("e4m3", w, load_scales(i, 32)), load_rows(i))
-        of_rows = triton.load(refs.rows.scale.at[source, i])
+        row_scale: Any = refs.rows.scale
+        of_rows = triton.load(row_scale.at[source, i])
         of_columns = _column_scales(matrix, e, column, i, tiles.columns, interleaved)
         scale = jnp.broadcast_to(of_rows[None, :], total.shape) * of_columns
         return total + _dot(decoded("e4m3", w, None), load_rows(i)) * scale

@@ -20,7 +20,7 @@ from checks import Checks, bits
 from jaxtyping import Array
 
 import jax_megamoe as mm
-from jax_megamoe.cli.gpu.measure import tokens
+from jax_megamoe.cli.gpu.routings import drawn
 from jax_megamoe.op import pallas_products
 from jax_megamoe.op.pallas_experts import FORMATS
 from jax_megamoe.weights.drawn import random_experts
@@ -43,7 +43,7 @@ def config_of(recipe: str, **changes: Any) -> mm.MoEConfig:
 
 def routings(config: mm.MoEConfig) -> dict[str, Inputs]:
     """max(TOKENS) tokens by the kind of routing."""
-    x, ids, factors = tokens(config, max(TOKENS))
+    x, ids, factors = drawn(config, max(TOKENS))
     holes = jax.random.uniform(jax.random.key(3), ids.shape) < 0.3
     one = jnp.full_like(ids, -1).at[:, 0].set(5)
     return {
