@@ -68,7 +68,6 @@ def variants(each: GroupedLayer) -> list[tuple[str, GroupedLayer]]:
     if each.num_tokens == VARIED:
         found.append((", no overlap", replace(each, early=False)))
     if each.num_tokens == VARIED and not each.in_slots:
-        found.append((", no stream-K", replace(each, stream_k=False)))
         found.append((", stream-K", replace(each, stream_k=True)))
     return found
 
