@@ -101,20 +101,41 @@ def layer_layout(
         return None
     if implementation is not None:
         return layout
-    has_run = spec.arch == 90 and num_ranks == 1
-    if not has_run or isinstance(_installed(config), Refusal):
-        return None
-    why = _why_chosen(config, device, spec, adds_biases=adds_biases)
+    why = _why_chosen(config, device, spec, num_ranks, adds_biases=adds_biases)
     if why is None:
         return None
     _log_chosen(config.recipe.name, why)
     return layout
 
 
+def stands_in(
+    config: MoEConfig, device: jax.Device, weights: ExpertWeights, num_ranks: int
+) -> bool:
+    """Whether a call without an implementation takes the products for weights that lie as a fused
+    kernel reads them, by the rules of `layer_layout`."""
+    spec = spec_of(device, config.reserved_sms)
+    if isinstance(spec, Refusal) or layout_of(config, spec.arch) != weights.layout:
+        return False
+    adds_biases = weights.routed.w13_bias is not None
+    return _why_chosen(config, device, spec, num_ranks, adds_biases=adds_biases) is not None
+
+
+_HAVE_RUN = ("mxfp4", "mxfp8", "nvfp4", "fp8_block")
+"""Weights whose products have run on an H200; bf16's have not."""
+
+
 def _why_chosen(
-    config: MoEConfig, device: jax.Device, spec: DeviceSpec, *, adds_biases: bool
+    config: MoEConfig,
+    device: jax.Device,
+    spec: DeviceSpec,
+    num_ranks: int | None,
+    *,
+    adds_biases: bool,
 ) -> str | None:
     """Why the products run a config on one device rather than a fused kernel; None: they do not."""
+    has_run = spec.arch == 90 and num_ranks == 1 and config.weight_format.name in _HAVE_RUN
+    if not has_run or isinstance(_installed(config), Refusal):
+        return None
     fused = installed_family(unfused(config), spec, 1)
     if isinstance(fused, Refusal):
         return "no installed fused kernel runs it on this device"

@@ -310,7 +310,10 @@ def _choose(
     if is_symbolic:
         expected = "xla or reference for a symbolic number of tokens: launches are planned by it"
         raise NotImplementedError(_checks.message("implementation", expected, implementation))
-    by_layout = implementation is None and weights.layout in GROUPED_LAYOUTS
+    by_layout = implementation is None and (
+        weights.layout in GROUPED_LAYOUTS
+        or grouped.stands_in(config, _device(place, x), weights, place.num_ranks)
+    )
     if implementation is None:
         kernel = GROUPED if by_layout else "deep_gemm"
         fastest = _measured(call, x, (kernel, "xla"))

@@ -93,7 +93,7 @@ def test_a_layer_converts_for_the_implementation_it_names(
     [
         ("mxfp8", H200, "humming_bf16"),
         ("mxfp4", H200, "humming_bf16"),
-        ("bf16", H200, "interleave8"),  # the products have no BF16 weights
+        ("bf16", H200, "interleave8"),  # which its products read
         ("fp8_block", H200, "interleave8"),  # the fused kernel runs it
         ("mxfp8", B200, "interleave8"),
         ("mxfp8", DeviceSpec(80, 108), "interleave8"),  # where the products have not run

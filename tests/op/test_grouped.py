@@ -201,6 +201,21 @@ def test_refusals(hopper, monkeypatch):
     refused("mxfp4", text, NotImplementedError)
 
 
+def test_bf16_weights_choose_it_once_it_has_run(hopper, monkeypatch):
+    config = cases.config("bf16", num_experts=8, top_k=2)
+    weights, call = cases.weights(config, gain=1.0), call_of(config, 3)
+    mm.mega_moe(**call, weights=weights, config=config)
+    assert not hopper
+    monkeypatch.setattr(grouped, "_HAVE_RUN", ("bf16",))
+    y = mm.mega_moe(**call, weights=weights, config=config)
+    assert len(hopper) == 1
+    near(y, mm.mega_moe(**call, weights=weights, config=config, implementation="xla"), "bf16")
+    mesh = Mesh(np.array(jax.devices()[:2]), ("ep",))
+    call = call_of(config, 4)
+    mm.mega_moe(**call, weights=weights, config=config, mesh=mesh, axis="ep")
+    assert len(hopper) == 1  # one rank alone
+
+
 def test_missing_headers_name_the_command(hopper, monkeypatch):
     def absent(name: str) -> None:
         raise MissingDependency(f"{name} is not installed")
