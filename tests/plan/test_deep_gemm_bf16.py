@@ -101,3 +101,18 @@ def test_few_kernels_serve_all_numbers_of_tokens():
         if step.kernel.source == "sgl"
     }
     assert len(kernels) <= 12
+
+
+def test_pairs_share_weights_only_where_the_kernels_counting_keeps_them_together():
+    def cluster(**changes: int) -> set[tuple[int, int, int]]:
+        found = launches(replace(QWEN3_30B, **changes))
+        return {step.config.cluster for step in found if step.kernel.source == "sgl"}
+
+    assert cluster(num_tokens=64) == {(1, 1, 1)}
+    assert cluster(num_tokens=4096) == {(2, 1, 1)}
+    assert cluster(num_tokens=4096, num_sms=131) == {(1, 1, 1)}
+    odd = Matrices(8, 384, 640)  # three blocks of 128
+    assert not deep_gemm_bf16.blocks(odd, 4096, 128, 132).paired
+    for step in launches(replace(QWEN3_30B, num_tokens=4096)):
+        if step.kernel.source == "sgl":
+            assert step.kernel.template_args[15:17] == ("2", "false")

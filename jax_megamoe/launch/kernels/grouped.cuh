@@ -338,6 +338,8 @@ __global__ void __launch_bounds__(kThreads)
                  float* __restrict__ row_scales, uint32_t num_tokens, uint32_t top_k,
                  uint32_t num_logical, uint32_t max_replicas, uint32_t num_locks) {
   static_assert(kHidden % 128 == 0 && kThreads % kWarp == 0, "whole groups and whole warps");
+  // Only `gather_rows` is launched to start early after this, and waits for the tables.
+  let_successor_start<true>();
   if (blockIdx.x == 0) {
     constexpr uint32_t kWarps = kThreads / kWarp;
     __shared__ uint32_t counts[kWarps][kExperts];
@@ -434,13 +436,15 @@ __global__ void __launch_bounds__(kThreads)
                 uint32_t top_k) {
   constexpr uint32_t kVectors = kHidden / 8;
   let_successor_start<kEarly>();
-  wait_for_predecessor<kEarly>();
   const size_t place = static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x;
   const auto row = static_cast<uint32_t>(place / kVectors);
   const uint32_t column = place % kVectors;
-  if (row >= num_rows || row_experts[row] < 0) return;
-  rows[static_cast<size_t>(row_slots[row]) * kVectors + column] =
-      x[static_cast<size_t>(row / top_k) * kVectors + column];
+  if (row >= num_rows) return;
+  // Tokens are older than the predecessor, which started after all before it had ended.
+  const uint4 eight = x[static_cast<size_t>(row / top_k) * kVectors + column];
+  wait_for_predecessor<kEarly>();
+  if (row_experts[row] < 0) return;
+  rows[static_cast<size_t>(row_slots[row]) * kVectors + column] = eight;
 }
 
 // gate * sigmoid(alpha * gate) * (up + beta), or SiTU. The negative clamp stands for none.

@@ -43,10 +43,17 @@ class Matrices:
 
 @dataclass(frozen=True)
 class Blocks:
-    """A thread block's tile: rows, and rows of the matrix."""
+    """A thread block's tile.
+
+    Attributes:
+        m: rows.
+        n: rows of the matrix.
+        paired: two thread blocks of a cluster, with rows of one expert, load the matrix once.
+    """
 
     m: int
     n: int
+    paired: bool = False
 
     @property
     def math_threads(self) -> int:
@@ -90,7 +97,7 @@ def height(matrices: tuple[Matrices, Matrices], rows: int, num_sms: int) -> int:
 def blocks(matrices: Matrices, rows: int, m: int, num_sms: int) -> Blocks:
     """The tile of one product whose blocks have m rows."""
     rows = sampled_rows(rows)
-    candidates = [Blocks(m, n) for n in _widths(matrices.n)]
+    candidates = [Blocks(m, n, _pairs(matrices, m, n, num_sms)) for n in _widths(matrices.n)]
     return min(candidates, key=lambda each: _cost(matrices, rows, each, num_sms))
 
 
@@ -108,18 +115,26 @@ def _widths(n: int) -> Iterator[int]:
     yield from found or _WIDTHS[:1]
 
 
+def _pairs(matrices: Matrices, m: int, n: int, num_sms: int) -> bool:
+    """Whether blocks work in pairs: an expert has several only of the tallest, and the kernel's
+    counting keeps a pair in one expert if that has an even number of blocks."""
+    return m == _HEIGHTS[-1] and matrices.n % (2 * n) == 0 and num_sms % 2 == 0
+
+
 @lru_cache(maxsize=4096)
 def _cost(matrices: Matrices, rows: int, each: Blocks, num_sms: int) -> tuple[float, float]:
     """Estimated seconds, what cannot be hidden first; then the sum of what may be."""
     experts, n, k = matrices.num_experts, matrices.n, matrices.k
-    tiles = expected_blocks(rows, experts, each.m) * ceil_div(n, each.n)
+    high, used = expected_blocks(rows, experts, each.m), expected_blocks(rows, experts, rows)
+    tiles = high * ceil_div(n, each.n)
     waves = ceil_div(max(1, round(tiles)), num_sms)
     # One warpgroup waits for its products before it issues more; two take turns.
     one = each.m <= _WGMMA_ROWS
     rate = _MMA * (each.n / (each.n + 32) if one else 1.0)
     multiply = waves * 2 * max(each.m, _WGMMA_ROWS) * each.n * k / rate
-    load = waves * (each.m + each.n) * k * _BYTES / _L2
-    used = expected_blocks(rows, experts, rows)
+    # An expert with rows has a block without a pair, or nearly that.
+    shared = (1 - used / high) / 2 if each.paired else 0.0
+    load = waves * (each.m + each.n * (1 - shared)) * k * _BYTES / _L2
     read = used * n * k * _BYTES / (_MEMORY * num_sms)
     return max(multiply, load, read), multiply + load
 
@@ -132,7 +147,7 @@ def kernel(matrices: Matrices, each: Blocks, num_sms: int) -> KernelSpec:
         *(each.m, each.n, _BLOCK_K),
         *(_SWIZZLE, _SWIZZLE, _SWIZZLE),
         *(each.stages, _TMA_THREADS, each.math_threads),
-        1,  # no multicast: experts have too few blocks for pairs
+        1 + each.paired,
     )
     return KernelSpec(
         SOURCE,
@@ -142,7 +157,7 @@ def kernel(matrices: Matrices, each: Blocks, num_sms: int) -> KernelSpec:
         (
             *(major, major),
             *map(str, numbers),
-            *(cpp_bool(False), str(num_sms)),
+            *(cpp_bool(False), str(num_sms)),  # a pair shares B, not A
             "GemmType::MGroupedContiguousWithPsumLayout",
             *(cpp_bool(False), "cutlass::bfloat16_t"),
         ),
@@ -183,6 +198,7 @@ def launch(
     config = LaunchConfig(
         (num_sms, 1, 1),
         (_TMA_THREADS + each.math_threads, 1, 1),
+        (1 + each.paired, 1, 1),
         smem=each.shared_memory,
         programmatic_serialization=early,
     )
