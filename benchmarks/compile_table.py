@@ -8,7 +8,8 @@ One kernel at a time, each from nothing: every format, activation and precision 
 expert that the source's kernels have. The shape is DeepSeek-V3's over 8 ranks; 1 and 4096 tokens
 give the lowest and the highest tile. ``--model gpt-oss`` takes GPT-OSS-120B and 20B instead, their
 own activation, in the formats that hold their biases. ``--source humming`` compiles what
-``implementation="grouped"`` launches: Qwen3-30B on one GPU of each generation.
+``implementation="grouped"`` launches: Qwen3-30B on one GPU of each generation; with it ``--model
+bf16`` the same of BF16 weights, whose products are sgl's.
 """
 
 import argparse
@@ -117,14 +118,20 @@ class Planned:
     launch: KernelLaunch
 
 
-def grouped_launches() -> Iterator[Planned]:
-    """What the grouped implementation launches in each recipe, on each generation."""
+SLOT_TOKENS = (1, 256, 512, 4096)
+"""Of the grouped products of BF16 weights: the four heights of their tiles."""
+
+
+def grouped_launches(bf16: bool) -> Iterator[Planned]:
+    """What the grouped implementation launches in each recipe with BF16 weights, or without, on
+    each generation."""
     for (arch, num_sms), recipe in product(GPUS.items(), RECIPES.values()):
         weights, activations = recipe.weights.name, recipe.activations.name
-        if refusal(weights, activations, arch):
+        if refusal(weights, activations, arch) or bf16 != (weights == "bf16"):
             continue
+        counts = SLOT_TOKENS if bf16 else TOKENS
         scaled = {"mxfp4_block": ("tensor", "channel"), "nvfp4": ("tensor",)}
-        for scale, num_tokens in product(scaled.get(recipe.name, ("none",)), TOKENS):
+        for scale, num_tokens in product(scaled.get(recipe.name, ("none",)), counts):
             layer = GroupedLayer(
                 arch=arch, num_sms=num_sms, num_tokens=num_tokens, weights=weights,
                 activations=activations, second_scales=(scale, scale), num_experts=128,
@@ -164,7 +171,8 @@ def fused_launches(source: str, model: str) -> Iterator[Planned]:
 def planned(source: str, model: str) -> Iterator[Planned]:
     """The first launch of every distinct kernel."""
     seen: set[object] = set()
-    launches = grouped_launches() if source == "humming" else fused_launches(source, model)
+    is_grouped = source == "humming"
+    launches = grouped_launches(model == "bf16") if is_grouped else fused_launches(source, model)
     for each in launches:
         if each.launch.kernel not in seen:
             seen.add(each.launch.kernel)
@@ -211,8 +219,9 @@ def table(source: str, output: Path, model: str) -> None:
                 num_equal += equal
                 lines.append(f"| {' | '.join(cells)} |")
                 print(lines[-1], flush=True)
+    shown = "sgl" if model == "bf16" else source
     text = [
-        f"# Kernels of {source} {find_source(source).version}, compiled from wheels",
+        f"# Kernels of {shown} {find_source(shown).version}, compiled from wheels",
         "",
         f"    python benchmarks/compile_table.py{option} --source {source} --output {output}",
         "",
@@ -255,6 +264,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--source", default="sgl", choices=(*ARCHS, "humming"))
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/compile_sgl.md"))
-    parser.add_argument("--model", default="", choices=("", "gpt-oss"))
+    parser.add_argument("--model", default="", choices=("", "gpt-oss", "bf16"))
     arguments = parser.parse_args()
     table(arguments.source, arguments.output, arguments.model)
