@@ -41,6 +41,7 @@ RUN_ON_H200 = {
     ("fp8_block", "swiglu"): "sm90_h200_checks.json",
     ("fp8_block", "clamped swiglu"): "expert_parallel_h200_x2.json",
     ("mxfp4_block", "clamped swiglu"): "flashinfer_h200_checks.json",
+    ("nvfp4_block", "clamped swiglu"): "flashinfer_nvfp4_h200_checks.json",
 }
 """The result in which a recipe with this activation was compared on the GPU."""
 

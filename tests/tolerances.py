@@ -20,14 +20,15 @@ class Agreement(NamedTuple):
 
 
 AGREEMENT = {
-    # A BF16 step is 2^-8, of one value in some 4 * 128 of a token.
-    "bf16": Agreement(norm=2e-4, token=1e-3),
+    # A BF16 step is 2^-8, of one value in some 4 * 128 of a token. CPUs with AMX sum in another
+    # order for each number of rows: some values of a token flip, the largest among them.
+    "bf16": Agreement(norm=5e-4, token=2.5e-3),
     # An E4M3 step is 2^-3.
     "mxfp8": Agreement(norm=5e-4, token=6e-3),
     "mxfp4": Agreement(norm=5e-4, token=6e-3),
     "fp8_block": Agreement(norm=5e-4, token=6e-3),
     "mxfp4_block": Agreement(norm=5e-4, token=6e-3),
-    "mxfp4_bf16": Agreement(norm=2e-4, token=1e-3),
+    "mxfp4_bf16": Agreement(norm=5e-4, token=2.5e-3),
     # As fp8_block; but `xla` scales the sum where `reference` scales the weights.
     "nvfp4_block": Agreement(norm=1e-3, token=8e-3),
     # An E2M1 step is up to 1/2; and `xla` scales the sum where `reference` scales the weights,

@@ -56,7 +56,11 @@ def test_equals_one_call_after_the_other(
     one = jax.jit(masked)
     for i in range(BATCH):
         want = one(*(array[i] for array in inputs), masks[i], weights)
-        np.testing.assert_array_equal(host(got[i]), host(want))
+        if form == "bf16":
+            # CPUs with AMX multiply BF16 in an order that depends on the number of rows.
+            cases.assert_agree(host(got[i]), host(want), form, f"element {i}")
+        else:
+            np.testing.assert_array_equal(host(got[i]), host(want))
         assert host(want).any()
 
 

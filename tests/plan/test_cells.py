@@ -54,7 +54,7 @@ def test_cells(statuses: dict[Cell, dict[str, str]]) -> None:
         each.startswith("run on H200")
         for cell, by_source in statuses.items()
         for each in by_source.values()
-        if cell.form not in ("fp8_block", "mxfp4_block")
+        if cell.form not in ("fp8_block", "mxfp4_block", "nvfp4_block")
     )
     assert statuses[Cell("mxfp4_block", "clamped swiglu", "")]["flashinfer"].startswith(
         "run on H200"
