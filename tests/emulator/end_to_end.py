@@ -132,7 +132,7 @@ def of_families() -> dict[str, tuple[Callable[[Cell], float], Cell]]:
         )
         for form, ranks in (("mxfp4", 4), ("mxfp4", 8), ("fp8_block", 4), ("bf16", 4))
     }
-    name = f"{GROUPED} bf16: a scan of three layers, to the driver"
+    name = f"{GROUPED} bf16 ranks=1: a scan of three layers, to the driver"
     grouped[name] = (scanned, Cell("bf16", GROUPED, tokens=9, arch=90))
     return grouped | {
         f"{source} {form} ranks=2: {name}, to the driver": (
