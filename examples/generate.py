@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from attention import FULL, Cache, Place, attend, parts, rotated
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -31,9 +32,6 @@ from safetensors.numpy import save_file
 
 import jax_megamoe as mm
 from jax_megamoe.weights.checkpoint.tensors import Checkpoint
-
-FULL = 1 << 30
-"""The window of a layer that attends to every position."""
 
 Read = Callable[[str], Any]
 """An array of a checkpoint by its name."""
@@ -126,28 +124,6 @@ def rotary_frequencies(raw: dict[str, Any]) -> tuple[np.ndarray, float]:
     return frequencies * (1 - slow) + frequencies / factor * slow, scale
 
 
-class Cache(NamedTuple):
-    """Keys and values of all layers, bfloat16 [layers, sequences, kv_heads, positions, head_dim].
-
-    Positions are next to last: each head's matrix lies in one piece, as a batched product reads it.
-    """
-
-    keys: Any
-    values: Any
-
-    def first(self, count: int) -> "Cache":
-        """The first positions."""
-        return Cache(*(array[..., :count, :] for array in self))
-
-    def put(self, rows: "Cache", positions: jax.Array) -> "Cache":
-        """With rows [layers, B, T, kv_heads, head_dim] at positions [B, T], in place under jit."""
-        sequence = jnp.arange(len(positions))[:, None]
-        pairs = zip(self, rows, strict=True)
-        return Cache(
-            *(all.at[:, sequence, :, positions].set(jnp.moveaxis(new, 0, 2)) for all, new in pairs)
-        )
-
-
 def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
     """x at root mean square 1 over its last axis, times the weight; computed in float32."""
     wide = x.astype(jnp.float32)
@@ -156,78 +132,63 @@ def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention. Weights are [out, in], as checkpoints have them."""
+    """Grouped-query attention. Weights are [out, in], as checkpoints have them.
 
-    def __init__(self, config: DecoderConfig, read: Read, prefix: str) -> None:
-        def held(name: str) -> nnx.Param[jax.Array]:
-            return nnx.Param(jnp.asarray(read(f"{prefix}.{name}")))
+    Queries', keys' and values' projections are one, in this order, and their norms' weights too.
+    """
 
-        self.config = config
-        parts = ("q_proj", "k_proj", "v_proj", "o_proj")
-        self.weights = nnx.Dict({part: held(f"{part}.weight") for part in parts})
-        self.biases = nnx.Dict(
-            {part: held(f"{part}.bias") for part in parts} if config.has_biases else {}
-        )
-        self.norms = nnx.Dict(
-            {part: held(f"{part}.weight") for part in ("q_norm", "k_norm")}
-            if config.has_norms
-            else {}
-        )
-        self.sinks = held("sinks") if config.has_sinks else None
+    def __init__(
+        self, config: DecoderConfig, read: Read, prefix: str, has_kernel: bool = False
+    ) -> None:
+        def held(kind: str, *parts: str) -> nnx.Param[jax.Array]:
+            arrays = [jnp.asarray(read(f"{prefix}.{part}.{kind}")) for part in parts]
+            return nnx.Param(jnp.concatenate(arrays))
 
-    def __call__(
-        self, x: jax.Array, positions: jax.Array, window: jax.Array, cache: Cache
-    ) -> tuple[jax.Array, Cache]:
-        """x [B, T, H] at positions [B, T], after what the layer's cache has before the first.
+        self.config, self.has_kernel = config, has_kernel
+        inputs = "q_proj", "k_proj", "v_proj"
+        self.input, self.output = held("weight", *inputs), held("weight", "o_proj")
+        self.input_bias = held("bias", *inputs) if config.has_biases else None
+        self.output_bias = held("bias", "o_proj") if config.has_biases else None
+        sinks = jnp.asarray(read(f"{prefix}.sinks")) if config.has_sinks else None
+        self.sinks = None if sinks is None else nnx.Param(sinks)
+        norms = None
+        if config.has_norms:  # a row for each head of queries and keys
+            counts = np.array([config.num_heads, config.num_kv_heads])
+            norms = [jnp.asarray(read(f"{prefix}.{part}_norm.weight")) for part in "qk"]
+            norms = jnp.repeat(jnp.stack(norms), counts, axis=0, total_repeat_length=counts.sum())
+        self.norms = None if norms is None else nnx.Param(norms)
+
+    def __call__(self, x: jax.Array, place: Place) -> tuple[jax.Array, Cache]:
+        """x [B, T, H], after what the layer's cache has before the first position.
 
         Returns:
             [B, T, H], and keys and values of x [B, T, kv_heads, head_dim].
         """
         config = self.config
-        q = self._heads("q_proj", x, config.num_heads)
-        k = self._heads("k_proj", x, config.num_kv_heads)
-        v = self._heads("v_proj", x, config.num_kv_heads)
-        if config.has_norms:
-            q = rms_norm(q, self.norms["q_norm"][...], config.epsilon)
-            k = rms_norm(k, self.norms["k_norm"][...], config.epsilon)
-        k = self._rotated(k, positions)
-        q = self._rotated(q, positions)
-        groups = q.reshape(*q.shape[:2], config.num_kv_heads, -1, config.head_dim)
-        past = jnp.einsum("btkgd,bksd->bkgts", groups, cache.keys)
-        own = jnp.einsum("btkgd,bskd->bkgts", groups, k)
-        scores = jnp.concatenate([past, own], -1).astype(jnp.float32) * config.head_dim**-0.5
-        cached = jnp.arange(cache.keys.shape[2])
-        cached = jnp.where(cached < positions[:, :1], cached, FULL)
-        distance = positions[:, :, None] - jnp.concatenate([cached, positions], -1)[:, None]
-        seen = (distance >= 0) & (distance < window)
-        scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
-        sink = jnp.float32(-jnp.inf)
-        if self.sinks is not None:
-            sink = self.sinks[...].reshape(config.num_kv_heads, -1, 1, 1).astype(jnp.float32)
-        largest = jnp.maximum(scores.max(-1, keepdims=True), sink)
-        weights = jnp.exp(scores - largest)
-        total = weights.sum(-1, keepdims=True) + jnp.exp(sink - largest)
-        past, own = jnp.split((weights / total).astype(v.dtype), [cached.shape[1]], -1)
-        mixed = jnp.einsum("bkgts,bksd->btkgd", past, cache.values)
-        mixed += jnp.einsum("bkgts,bskd->btkgd", own, v)
-        mixed = mixed.reshape(*x.shape[:2], -1)
-        return self._project("o_proj", mixed), Cache(k, v)
+        heads = project(x, self.input, self.input_bias).reshape(*x.shape[:2], -1, config.head_dim)
+        turned, v = jnp.split(heads, [config.num_heads + config.num_kv_heads], axis=2)
+        if self.norms is not None:
+            turned = rms_norm(turned, self.norms[...], config.epsilon)
+        heads = jnp.concatenate([rotated(turned, place.turns), v], axis=2)
+        sinks = None if self.sinks is None else self.sinks[...]
+        mixed = attend(heads, place, sinks, self.has_kernel).reshape(*x.shape[:2], -1)
+        return project(mixed, self.output, self.output_bias), parts(heads, config.num_kv_heads)[1]
 
-    def _project(self, part: str, x: jax.Array) -> jax.Array:
-        y = x @ self.weights[part][...].T
-        return y + self.biases[part][...] if part in self.biases else y
 
-    def _heads(self, part: str, x: jax.Array, count: int) -> jax.Array:
-        return self._project(part, x).reshape(*x.shape[:2], count, self.config.head_dim)
+def project(x: jax.Array, weight: nnx.Param, bias: nnx.Param | None) -> jax.Array:
+    """x times a matrix [out, in], with its bias."""
+    y = x @ weight[...].T
+    if bias is None:
+        return y
+    # Apart: a product that adds a layer's bias has its matrix copied, see `COMPILER_OPTIONS`.
+    return jax.lax.optimization_barrier(y) + bias[...]
 
-    def _rotated(self, heads: jax.Array, positions: jax.Array) -> jax.Array:
-        """Each pair (value i, value i + head_dim / 2) turned by its angle."""
-        frequencies = jnp.asarray(self.config.frequencies, jnp.float32)
-        angles = positions[..., None, None].astype(jnp.float32) * frequencies
-        scale = self.config.rotary_scale
-        cos, sin = ((f(angles) * scale).astype(heads.dtype) for f in (jnp.cos, jnp.sin))
-        first, second = jnp.split(heads, 2, axis=-1)
-        return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+
+def rotary(config: DecoderConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Sines and cosines for positions [B, T], float32 [B, T, 1, head_dim / 2] each."""
+    frequencies = jnp.asarray(config.frequencies, jnp.float32)
+    angles = positions[..., None, None].astype(jnp.float32) * frequencies
+    return jnp.sin(angles) * config.rotary_scale, jnp.cos(angles) * config.rotary_scale
 
 
 class Layer(nnx.Module):
@@ -243,22 +204,16 @@ class Layer(nnx.Module):
 
         self.epsilon = config.epsilon
         self.input_norm = norm("input_layernorm")
-        self.attention = Attention(config, read, f"{prefix}.self_attn")
+        is_alone = block.experts.used_mesh is None  # a kernel is not split over a mesh
+        self.attention = Attention(config, read, f"{prefix}.self_attn", is_alone)
         self.block_norm = norm("post_attention_layernorm")
         self.block = block
 
-    def __call__(
-        self,
-        x: jax.Array,
-        positions: jax.Array,
-        padding: jax.Array,
-        window: jax.Array,
-        cache: Cache,
-    ) -> tuple[jax.Array, Cache]:
+    def __call__(self, x: jax.Array, padding: jax.Array, place: Place) -> tuple[jax.Array, Cache]:
         """x [B, T, H]; see `Attention`. Padding, bool [B, T], reaches no expert."""
         with jax.named_scope("attention"):
             normed = rms_norm(x, self.input_norm[...], self.epsilon)
-            mixed, rows = self.attention(normed, positions, window, cache)
+            mixed, rows = self.attention(normed, place)
             x = x + mixed
         with jax.named_scope("experts"):
             normed = rms_norm(x, self.block_norm[...], self.epsilon)
@@ -317,13 +272,14 @@ class Decoder(nnx.Module):
         graph, state = nnx.split(self.layers)
 
         def step(x: jax.Array, of_layer: Any) -> tuple[jax.Array, Cache]:
-            layer_state, window, layer_cache = of_layer
+            layer_state, index = of_layer
             layer = nnx.merge(graph, layer_state)
-            return layer(x, positions, padding, window, layer_cache)
+            return layer(x, padding, Place(cache, index, windows, positions, turns))
 
         windows = jnp.asarray(self.config.windows, jnp.int32)
+        turns = rotary(self.config, positions)
         x = self.embedding[...][tokens]
-        x, rows = jax.lax.scan(step, x, (state, windows, cache))
+        x, rows = jax.lax.scan(step, x, (state, jnp.arange(len(windows))))
         x = rms_norm(x, self.norm[...], self.config.epsilon)
         head = self.embedding if self.head is None else self.head
         return (x @ head[...].T).astype(jnp.float32), rows
@@ -383,8 +339,22 @@ def after_token(
     return logits[:, 0], cache.put(rows, lengths[:, None])
 
 
-prefill = nnx.jit(after_prompts, donate_argnames="cache")
-decode = nnx.jit(after_token, donate_argnames="cache")
+COMPILER_OPTIONS: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False}
+"""Of a step on a GPU: cuBLAS reads a layer's matrix where it lies among those of all layers, while
+XLA's own products have it copied first, which reads and writes every weight once more."""
+
+
+def jitted(function: Callable[..., tuple[jax.Array, Cache]]) -> Callable[..., Any]:
+    """`function(model, tokens, lengths, cache)` compiled; the cache is changed in place."""
+
+    @partial(jax.jit, static_argnums=0, donate_argnums=4, compiler_options=COMPILER_OPTIONS)
+    def run(graph: Any, state: Any, tokens: jax.Array, lengths: jax.Array, cache: Cache) -> Any:
+        return function(nnx.merge(graph, state), tokens, lengths, cache)
+
+    return lambda model, *rest: run(*nnx.split(model), *rest)
+
+
+prefill, decode = jitted(after_prompts), jitted(after_token)
 
 
 def generate(

@@ -92,7 +92,7 @@ def run(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str
 
 def test_every_example_is_run() -> None:
     names = {path.name for path in EXAMPLES.glob("*.py")}
-    assert names == {*SHOWN, "quickstart.py"}
+    assert names == {*SHOWN, "quickstart.py", "attention.py"}, "attention.py is generate.py's"
 
 
 @pytest.mark.parametrize("name", SHOWN)

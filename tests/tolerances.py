@@ -212,6 +212,10 @@ LOGITS = 0.02
 """Relative error of a two-layer decoder's logits in bfloat16 against transformers': both round
 every sum of attention and experts to bfloat16, in another order."""
 
+ATTENTION = 0.015
+"""Relative error of the example's attention kernel against XLA's products: both round weights to
+bfloat16, the kernel before they are divided by their sum, XLA the scores too."""
+
 EMULATED_SM90_SHARE = 2e-4
 """Largest share of the SM90 mega kernel's output that may differ from an H200's on the emulator:
 3 of 67,584 values did, where the GPU's approximations (2 ulp) fell on the other side of a rounding.

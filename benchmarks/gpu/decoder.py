@@ -50,6 +50,8 @@ STEPS_TRACED = 3
 
 OUT = Path(os.environ.get("OUT") or tempfile.mkdtemp(prefix="decoder_"))
 Json = dict[str, Any]
+Captures = Callable[[str, np.ndarray, np.ndarray | None], None] | None
+"""See `mm.capture_routing`."""
 
 
 class Job(NamedTuple):
@@ -88,30 +90,41 @@ def copy_rate() -> float:
     return 2 * array.nbytes / (time.perf_counter() - start)
 
 
-def compile_programs(jobs: dict[str, Job], state: Any, threads: int) -> dict[str, Any]:
-    """Programs by name, several compiled at a time."""
+def compile_programs(
+    jobs: dict[str, Job], state: Any, threads: int, captures: Captures = None
+) -> dict[str, Any]:
+    """Programs by name, traced in this thread and compiled several at a time.
 
-    def one(job: Job) -> Any:
+    The one called "routing" hands its layers' routing to `captures`.
+    """
+
+    def lowered(name: str, job: Job) -> Any:
         lengths = jax.ShapeDtypeStruct(job.tokens.shape[:1], jnp.int32)
-        lowered = jax.jit(job.function, donate_argnums=3).lower(
-            state, job.tokens, lengths, job.cache
-        )
+        capture = captures is not None and name == "routing"
+        with mm.capture_routing(captures) if capture else contextlib.nullcontext():
+            traced = jax.jit(job.function, donate_argnums=3)
+            return traced.lower(state, job.tokens, lengths, job.cache)
+
+    def compiled(lowered: Any, options: Json) -> Any:
         try:
-            return lowered.compile(compiler_options=job.options or None)
+            return lowered.compile(compiler_options=options or None)
         except Exception as error:
-            if not job.options:
+            if not options:
                 raise
-            print(f"compiled without {job.options}: {error!r}"[:500], flush=True)
+            print(f"compiled without {options}: {error!r}"[:500], flush=True)
             return lowered.compile()
 
-    if threads == 1:  # in this thread, whose `capture_routing` counts
-        return {name: one(job) for name, job in jobs.items()}
     with ThreadPoolExecutor(threads) as pool:
-        return dict(zip(jobs, pool.map(one, jobs.values()), strict=True))
+        found = {
+            name: pool.submit(compiled, lowered(name, job), job.options)
+            for name, job in jobs.items()
+        }
+        return {name: each.result() for name, each in found.items()}
 
 
 def programs_of(loaded: random_decoder.Loaded, options: argparse.Namespace) -> dict[str, Job]:
-    """What is compiled: steps, the same without CUDA graphs, a prompt."""
+    """What is compiled: steps, the same without CUDA graphs, one that hands out its routing, and
+    a prompt; those that take longest first."""
     config, jobs = loaded.config, {}
 
     def job(function: Any, rows: tuple[int, ...], length: int, **changed: Any) -> Job:
@@ -119,27 +132,17 @@ def programs_of(loaded: random_decoder.Loaded, options: argparse.Namespace) -> d
         shape = (len(config.windows), rows[0], *heads)
         cache = generate.Cache(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for _ in range(2)))
         tokens = jax.ShapeDtypeStruct(rows, jnp.int32)
-        return Job(partial(function, loaded.graph), tokens, cache, changed)
+        every = generate.COMPILER_OPTIONS | changed
+        return Job(partial(function, loaded.graph), tokens, cache, every)
 
-    for count in options.batches:
+    for count in sorted(options.batches, reverse=True):
         jobs[f"step {count}"] = job(step, (count,), options.context)
         if count in options.profile:
             jobs[f"traced {count}"] = job(step, (count,), options.context, **step_trace.NO_GRAPHS)
+    jobs["routing"] = jobs[f"step {max(options.batches)}"]
     if options.prompt:
         jobs["prompt"] = job(prompt_step, (1, options.prompt), options.prompt)
     return jobs
-
-
-def captured(
-    loaded: random_decoder.Loaded, job: Job, call: tuple[Any, ...]
-) -> tuple[list[np.ndarray], bool, Any]:
-    """Ids [B, K] that each layer routed the tokens to, whether the logits are finite, the cache."""
-    ids: list[np.ndarray] = []
-    with mm.capture_routing(lambda name, chosen, mask: ids.append(chosen)):
-        run = compile_programs({"routing": job}, loaded.state, 1)["routing"]
-        _, finite, cache = run(loaded.state, *call)
-        jax.block_until_ready(cache)
-    return ids, bool(finite), cache
 
 
 def timed(run: Any, state: Any, call: tuple[Any, ...], enough: float = 0.2) -> tuple[float, Any]:
@@ -161,7 +164,7 @@ def timed(run: Any, state: Any, call: tuple[Any, ...], enough: float = 0.2) -> t
 
 
 def profiled(run: Any, state: Any, call: tuple[Any, ...]) -> tuple[Json, Any]:
-    """Milliseconds of a step by part, and the largest kernels; nothing where no kernel is seen."""
+    """Milliseconds of a step by part, and the largest kernels; or why the profiler has none."""
     *inputs, cache = call
     tokens, _, cache = run(state, *inputs, cache)
     jax.block_until_ready(tokens)
@@ -170,9 +173,12 @@ def profiled(run: Any, state: Any, call: tuple[Any, ...]) -> tuple[Json, Any]:
             for _ in range(STEPS_TRACED):
                 tokens, _, cache = run(state, *inputs, cache)
             jax.block_until_ready(tokens)
-        events = step_trace.read(Path(folder), on_gpu=jax.default_backend() == "gpu")
+        try:
+            events = step_trace.read(Path(folder), on_gpu=jax.default_backend() == "gpu")
+        except (OSError, EOFError, ValueError, KeyError) as error:  # a file cut short or changed
+            return {"profiler": f"unreadable: {error!r}"[:300]}, cache
     if not events:
-        return {}, cache
+        return {"profiler": "saw no kernel"}, cache
     scopes = step_trace.scopes_of(run.as_text())
     parts = step_trace.parts(events, scopes)
     kernels = step_trace.largest(events, scopes)
@@ -191,7 +197,7 @@ def without(*parts: str) -> Iterator[None]:
     def no_experts(self: Any, x: jax.Array, **_: Any) -> jax.Array:
         return jnp.zeros_like(x)
 
-    def no_attention(self: Any, x: jax.Array, positions: Any, window: Any, cache: Any) -> Any:
+    def no_attention(self: Any, x: jax.Array, place: Any) -> Any:
         heads = self.config.num_kv_heads, self.config.head_dim
         rows = jnp.zeros((*x.shape[:2], *heads), jnp.bfloat16)
         return jnp.zeros_like(x), generate.Cache(rows, rows)
@@ -217,6 +223,29 @@ def by_omission(
         left.append(taken)
     found = {"experts": whole - left[0], "attention": left[0] - left[1], "rest": left[1]}
     return {"parts_from": "programs without them", "parts_ms": found}, cache
+
+
+def parts_of(
+    loaded: random_decoder.Loaded,
+    programs: dict[str, Any],
+    jobs: dict[str, Job],
+    row: Json,
+    call: tuple[Any, ...],
+    options: argparse.Namespace,
+) -> tuple[Json, Any]:
+    """Where the time of a row's step goes, or why that is not known; the cache."""
+    count, (*inputs, cache) = row["batch"], call
+    if count not in options.profile:
+        return {"parts_missing": "not asked for, see --profile"}, cache
+    traced, found = programs[f"traced {count}"], {}
+    plain, cache = timed(traced, loaded.state, call)
+    if not options.omit:
+        found, cache = profiled(traced, loaded.state, (*inputs, cache))
+    if "parts_ms" not in found:
+        job = jobs[f"step {count}"]
+        more, cache = by_omission(loaded, job, row["ms"], (*inputs, cache))
+        found |= more
+    return found | {"ms_without_graphs": plain}, cache
 
 
 def needed(
@@ -260,7 +289,10 @@ def measure(name: str, options: argparse.Namespace) -> None:
     }  # fmt: skip
     start = time.perf_counter()
     jobs = programs_of(loaded, options)
-    programs = compile_programs(jobs, loaded.state, options.threads)
+    routed: list[np.ndarray] = []
+    programs = compile_programs(
+        jobs, loaded.state, options.threads, lambda name, chosen, mask: routed.append(chosen)
+    )
     print(f"{len(jobs)} programs compiled in {time.perf_counter() - start:.1f} s", flush=True)
     large = max(options.batches)
     model = nnx.merge(loaded.graph, loaded.state)
@@ -268,8 +300,9 @@ def measure(name: str, options: argparse.Namespace) -> None:
     vocab = case.raw["vocab_size"]
     tokens = jax.random.randint(jax.random.key(3), (large,), 0, vocab, jnp.int32)
     lengths = jnp.full(large, options.context - 1, jnp.int32)
-    call = tokens, lengths, cache
-    routed, finite, cache = captured(loaded, jobs[f"step {large}"], call)
+    _, finite, cache = programs["routing"](loaded.state, tokens, lengths, cache)
+    finite = bool(finite)
+    jax.effects_barrier()
     print(f"logits are {'' if finite else 'NOT '}finite", flush=True)
     about |= {"finite": finite}
     for count in sorted(options.batches):
@@ -281,15 +314,8 @@ def measure(name: str, options: argparse.Namespace) -> None:
         row["tokens_per_second"] = count / row["ms"] * 1e3
         row["bytes"] = needed(loaded, count, options.context, touched)
         _save(name, about, shares(row, rate))
-        if count in options.profile:
-            traced, found = programs[f"traced {count}"], {}
-            row["ms_without_graphs"], part = timed(traced, loaded.state, (*call[:2], part))
-            if not options.omit:
-                found, part = profiled(traced, loaded.state, (*call[:2], part))
-            if not found:
-                call, job = (*call[:2], part), jobs[f"step {count}"]
-                found, part = by_omission(loaded, job, row["ms"], call)
-            row |= found
+        more, part = parts_of(loaded, programs, jobs, row, (*call[:2], part), options)
+        row |= more
         row["peak_bytes"] = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
         _save(name, about, shares(row, rate))
         print(line(row), flush=True)
@@ -314,7 +340,8 @@ def line(row: Json) -> str:
     ]
     return (
         f"batch {row['batch']}: {row['ms']:.2f} ms a step, {row['tokens_per_second']:.0f} tokens/s,"
-        f" limit {limits['step']:.2f} ms: {of['step']:.2f} of it; {', '.join(parts)}"
+        f" limit {limits['step']:.2f} ms: {of['step']:.2f} of it; "
+        + (", ".join(parts) or f"no parts: {row.get('parts_missing')}")
     )
 
 
@@ -357,9 +384,9 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--context", type=int, default=1024, help="positions of a sequence")
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt; 0: none")
-    parser.add_argument("--profile", nargs="*", type=int, default=[1, 64, 256], metavar="BATCH")
+    parser.add_argument("--profile", nargs="*", type=int, default=list(BATCHES), metavar="BATCH")
     parser.add_argument("--omit", action="store_true", help="parts without the profiler")
-    parser.add_argument("--threads", type=int, default=8, help="programs compiled at a time")
+    parser.add_argument("--threads", type=int, default=10, help="programs compiled at a time")
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU, to try the script")
     options = parser.parse_args()
     if len(options.models) > 1:
@@ -369,7 +396,7 @@ def main() -> None:
             for name in options.models
             if subprocess.run(
                 [sys.executable, __file__, *own, "--models", name],
-                env=os.environ | {"OUT": str(OUT)},
+                env=os.environ | {"OUT": str(OUT), "DECODER_PART": "1"},
                 check=False,
             ).returncode
         ]
@@ -379,6 +406,8 @@ def main() -> None:
     if not options.tiny:
         faulthandler.dump_traceback_later(SECONDS, exit=True)
     measure(options.models[0], options)
+    if "DECODER_PART" not in os.environ:
+        print(table())
 
 
 if __name__ == "__main__":
