@@ -31,6 +31,7 @@ from unittest import mock
 
 os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.92")
 
+import attention
 import generate
 import jax
 import jax.numpy as jnp
@@ -132,7 +133,7 @@ def programs_of(loaded: random_decoder.Loaded, options: argparse.Namespace) -> d
         shape = (len(config.windows), rows[0], *heads)
         cache = generate.Cache(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for _ in range(2)))
         tokens = jax.ShapeDtypeStruct(rows, jnp.int32)
-        every = generate.COMPILER_OPTIONS | changed
+        every = generate.COMPILER_OPTIONS | options.xla | changed
         return Job(partial(function, loaded.graph), tokens, cache, every)
 
     for count in sorted(options.batches, reverse=True):
@@ -284,6 +285,8 @@ def measure(name: str, options: argparse.Namespace) -> None:
     loaded = random_decoder.load(case, most, sorted({*options.batches, options.prompt} - {0}))
     about = {
         "device": jax.devices()[0].device_kind, "versions": versions(), "context": options.context,
+        "compiler_options": generate.COMPILER_OPTIONS | options.xla,
+        "attention_kernel": not options.no_kernel,
         "layout": loaded.layout, "copy_bytes_per_second": rate, "bytes_of": loaded.sizes,
         "model_bytes": sum(array.nbytes for array in jax.tree.leaves(loaded.state)),
     }  # fmt: skip
@@ -372,6 +375,8 @@ def table() -> str:
             for part in parts:
                 share = f" ({of[part]:.2f})" if part in of else ""
                 cells.append(f"{found[part]:.2f}{share}" if part in found else "")
+            if not found:
+                cells[-len(parts)] = str(row.get("parts_missing", "stopped before"))
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -387,6 +392,8 @@ def main() -> None:
     parser.add_argument("--profile", nargs="*", type=int, default=list(BATCHES), metavar="BATCH")
     parser.add_argument("--omit", action="store_true", help="parts without the profiler")
     parser.add_argument("--threads", type=int, default=10, help="programs compiled at a time")
+    parser.add_argument("--xla", type=json.loads, default={}, help="compiler options, as JSON")
+    parser.add_argument("--no-kernel", action="store_true", help="attention by XLA's products")
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU, to try the script")
     options = parser.parse_args()
     if len(options.models) > 1:
@@ -405,6 +412,8 @@ def main() -> None:
         raise SystemExit(f"failed: {', '.join(failed)}" if failed else 0)
     if not options.tiny:
         faulthandler.dump_traceback_later(SECONDS, exit=True)
+    if options.no_kernel:
+        attention.triton = None
     measure(options.models[0], options)
     if "DECODER_PART" not in os.environ:
         print(table())
