@@ -33,6 +33,8 @@ ROW_BYTES = 80
 """NVFP4: of a weight row and 128 columns: 64 bytes of codes, 8 scales, 8 unused."""
 
 _MASK_BITS = 64
+# FlashInfer's for tiles of 8 rows whose weights are decoded into shared memory.
+_STAGES = 4
 _REGISTER_LEVEL = 5
 
 # The time-out of a barrier between ranks otherwise prints, which costs registers everywhere.
@@ -68,9 +70,11 @@ def sizes_of(problem: Problem, device: DeviceSpec) -> Sizes:
 def schedule(kind: WeightKind, sizes: Sizes, capacity: int) -> Schedule | None:
     """The schedule of a call; None: the sizes leave no room for it in shared memory.
 
-    FlashInfer's choice where it runs, with two differences. Rows are always pulled: all launches on
-    a buffer then have one protocol, whatever their number of tokens. And where its choice would not
-    fit or compile, the nearest that does is taken.
+    FlashInfer's choice where it runs, with three differences. Rows are always pulled: all launches
+    on a buffer then have one protocol, whatever their number of tokens. Weights are never decoded
+    into registers: on an H200 that other processes used too, such launches gave wrong values now
+    and then (docs/troubleshooting.md). And where a choice would not fit or compile, the nearest
+    that does is taken.
 
     Args:
         kind: of weights.
@@ -88,6 +92,9 @@ def schedule(kind: WeightKind, sizes: Sizes, capacity: int) -> Schedule | None:
         if 2 * sizes.intermediate_size // chosen.block_n > _MASK_BITS:
             # The readiness mask has a bit for each tile of gate and up.
             chosen, fewest = replace(chosen, block_m=64, stages=3), 3
+    if chosen.rs_swap_ab:
+        chosen = replace(chosen, rs_swap_ab=False, stages=min(chosen.stages, _STAGES))
+        fewest = min(fewest, _STAGES - 1)
     for stages in range(chosen.stages, fewest - 1, -1):
         fitting = replace(chosen, stages=stages)
         if heuristics.shared_memory(kind, sizes, fitting) <= capacity:
