@@ -1,10 +1,10 @@
 """Attention of a decoder over a key-value cache that stays where it is.
 
 Inside a scan, XLA on a GPU copies a layer's slice of an array of all layers before its own products
-or a Pallas kernel read it. So everything here takes the cache of all layers and a layer's index:
-`mixed_by_xla` in products that cuBLAS computes, to which XLA hands a slice without a copy;
-`mixed_by_kernel`, one token a sequence, in a kernel that reads the positions which the token sees
-once, where they lie. It divides them among several programs (flash decoding); XLA merges the sums.
+or a Pallas kernel read it; to cuBLAS it hands a slice as it is. So `mixed_by_xla` takes the slice,
+for cuBLAS. `mixed_by_kernel`, one token a sequence, takes the cache of all layers and a layer's
+index: it reads the positions which the token sees once, where they lie. It divides them among
+several programs (flash decoding), whose sums XLA merges.
 """
 
 from functools import partial
@@ -42,10 +42,6 @@ class Cache(NamedTuple):
         """The first positions."""
         return Cache(*(array[..., :count, :] for array in self))
 
-    def of_layer(self, index: jax.Array) -> "Cache":
-        """One layer's."""
-        return Cache(*(jax.lax.dynamic_index_in_dim(a, index, keepdims=False) for a in self))
-
     def put(self, rows: "Cache", positions: jax.Array) -> "Cache":
         """With rows [layers, B, T, kv_heads, head_dim] at positions [B, T], in place under jit."""
         sequence = jnp.arange(len(positions))[:, None]
@@ -59,7 +55,8 @@ class Place(NamedTuple):
     """Where a layer's attention happens.
 
     Attributes:
-        cache: of all layers, before the tokens: slices of it would be copied.
+        cache: of all layers, before the tokens, as the kernel reads it.
+        sliced: this layer's, as the scan slices it. Not made where nothing reads it.
         layer: its index.
         windows: how many positions back each layer's tokens see, themselves included, int32.
         positions: of the tokens [B, T].
@@ -67,6 +64,7 @@ class Place(NamedTuple):
     """
 
     cache: Cache
+    sliced: Cache
     layer: jax.Array
     windows: jax.Array
     positions: jax.Array
@@ -103,7 +101,7 @@ def parts(heads: jax.Array, kv_heads: int) -> tuple[jax.Array, Cache]:
 
 def mixed_by_xla(heads: jax.Array, place: Place, sinks: jax.Array | None) -> jax.Array:
     """`attend` in JAX. Scores of cache and rows are apart: joined, they would be copied."""
-    cache, positions = place.cache.of_layer(place.layer), place.positions
+    cache, positions = place.sliced, place.positions
     kv_heads, _, size = cache.keys.shape[1:]
     q, rows = parts(heads, kv_heads)
     groups = q.reshape(*q.shape[:2], kv_heads, -1, size)

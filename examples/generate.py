@@ -272,14 +272,14 @@ class Decoder(nnx.Module):
         graph, state = nnx.split(self.layers)
 
         def step(x: jax.Array, of_layer: Any) -> tuple[jax.Array, Cache]:
-            layer_state, index = of_layer
+            layer_state, index, sliced = of_layer
             layer = nnx.merge(graph, layer_state)
-            return layer(x, padding, Place(cache, index, windows, positions, turns))
+            return layer(x, padding, Place(cache, sliced, index, windows, positions, turns))
 
         windows = jnp.asarray(self.config.windows, jnp.int32)
         turns = rotary(self.config, positions)
         x = self.embedding[...][tokens]
-        x, rows = jax.lax.scan(step, x, (state, jnp.arange(len(windows))))
+        x, rows = jax.lax.scan(step, x, (state, jnp.arange(len(windows)), cache))
         x = rms_norm(x, self.norm[...], self.config.epsilon)
         head = self.embedding if self.head is None else self.head
         return (x @ head[...].T).astype(jnp.float32), rows

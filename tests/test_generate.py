@@ -108,8 +108,10 @@ def test_kernel_attends_as_xla(name: str, rng: np.random.Generator) -> None:
     shape = (2, sequences, kv_heads, length, size)
     positions = np.arange(sequences)[:, None] * 7 % length
     positions[0] = length - 1
+    cache = attention.Cache(drawn(*shape), drawn(*shape))
     place = attention.Place(
-        attention.Cache(drawn(*shape), drawn(*shape)),
+        cache,
+        attention.Cache(*(array[1] for array in cache)),
         jnp.int32(1),
         jnp.asarray([2, window], jnp.int32),
         jnp.asarray(positions, jnp.int32),
