@@ -26,15 +26,14 @@ def _bf16(row: dict[str, Any]) -> dict[str, float]:
 
 
 def hopper_fp8() -> Iterator[Timing]:
-    """fp8_block with the bare launch, `xla` and ragged_dot beside it."""
+    """fp8_block with the bare launch and ragged_dot beside it. `xla` was a loop over experts then."""
     for name in ("sm90_h200.json", "sm90_h200_long.json"):
         for row in _json(name)["rows"]:
             place = (row["shape"], "fp8_block")
             work = dict(weight_bytes=row["weight_bytes"], flops=row["flops"])
-            times = {"deep_gemm": row["scan"], "bare DeepGEMM": row["bare"], "xla": row["xla"]}
+            times = {"deep_gemm": row["scan"], "bare DeepGEMM": row["bare"]}
             for what, taken in times.items():
-                if taken is not None:
-                    yield Timing(*place, what, row["num_tokens"], taken, **work, source=name)
+                yield Timing(*place, what, row["num_tokens"], taken, **work, source=name)
             if isinstance(row["ragged"], float):
                 peer = (row["shape"], "bf16", "ragged_dot", row["num_tokens"], row["ragged"])
                 yield Timing(*peer, **_bf16(row), source=name)
@@ -87,7 +86,6 @@ def two_gpus() -> Iterator[Timing]:
         work = dict(weight_bytes=row["weight_bytes"], flops=row["flops"])
         place = ("v4_flash", "fp8_block")
         yield Timing(*place, "deep_gemm", row["tokens"], row["us"], **work, **common)
-        yield Timing(*place, "xla", row["tokens"], row["xla_us"], **work, **common)
         if "bf16_us" in row:
             peer = ("v4_flash", "bf16", "ragged_dot", row["tokens"], row["bf16_us"])
             yield Timing(*peer, **_bf16(row), **common)

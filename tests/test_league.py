@@ -30,8 +30,9 @@ def test_every_cell_has_a_record(league: Any) -> None:
     for each in league.recorded.timings():
         assert (ROOT / "benchmarks/results" / each.source).exists()
         assert each.microseconds > 0 and each.weight_bytes > 0 and each.flops > 0
-        # No layer is faster than the GPU: a wrong unit or size would show here.
-        assert 0 < league.recorded.ceilings().share(each) < 1
+        # No layer is faster than the GPU: a wrong unit or size would show here. Reading alone is a
+        # little faster than a copy, which reads and writes.
+        assert 0 < league.recorded.ceilings().share(each) < 1.1
 
 
 def test_best_and_lost_are_bold(league: Any) -> None:

@@ -120,10 +120,6 @@ def stands_in(
     return _why_chosen(config, device, spec, num_ranks, adds_biases=adds_biases) is not None
 
 
-_HAVE_RUN = ("mxfp4", "mxfp8", "nvfp4", "fp8_block")
-"""Weights whose products have run on an H200; bf16's have not."""
-
-
 def _why_chosen(
     config: MoEConfig,
     device: jax.Device,
@@ -133,7 +129,7 @@ def _why_chosen(
     adds_biases: bool,
 ) -> str | None:
     """Why the products run a config on one device rather than a fused kernel; None: they do not."""
-    has_run = spec.arch == 90 and num_ranks == 1 and config.weight_format.name in _HAVE_RUN
+    has_run = spec.arch == 90 and num_ranks == 1
     if not has_run or isinstance(_installed(config), Refusal):
         return None
     fused = installed_family(unfused(config), spec, 1)

@@ -5,7 +5,7 @@
 
 Against `reference` and, for mxfp4_block, the bare launch that FlashInfer's own host code plans;
 what is checked of each layer stands in one_rank.py. Besides: parameters whose scales spread over
-more octaves than E4M3 has (not run on a GPU yet), and a layer whose intermediate size is over half
+more octaves than E4M3 has, and a layer whose intermediate size is over half
 its hidden size.
 """
 

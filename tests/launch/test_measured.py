@@ -64,7 +64,7 @@ def test_several_models_count_alike() -> None:
 
 
 def test_the_table() -> None:
-    """What an H200 showed: a fused kernel before `xla`, grouped kernels before the fused ones."""
+    """What an H200 showed: grouped kernels first for few tokens, the fused FP8 one for many."""
     rows = measured.table()
     assert len(rows) > 40
     for each in rows:
@@ -74,8 +74,11 @@ def test_the_table() -> None:
     def best(recipe: str, ranks: int, num_tokens: int, *able: str) -> str | None:
         return measured.fastest(rows, "NVIDIA H200", recipe, ranks, num_tokens, able)
 
-    assert best("fp8_block", 1, 64, "deep_gemm", "xla") == "deep_gemm"
-    assert best("fp8_block", 2, 1024, "deep_gemm", "xla") == "deep_gemm"
+    assert best("fp8_block", 1, 64, "deep_gemm", "grouped") == "grouped"
+    assert best("fp8_block", 1, 4096, "deep_gemm", "grouped") == "deep_gemm"
+    assert best("fp8_block", 2, 1024, "deep_gemm", "xla") is None
+    assert best("bf16", 1, 64, "grouped", "xla") == "xla"
+    assert best("bf16", 1, 1024, "grouped", "xla") == "grouped"
     assert best("mxfp4_block", 1, 64, "deep_gemm", "grouped") == "grouped"
     assert best("mxfp4", 1, 64, "grouped", "xla") is None
 
