@@ -26,7 +26,8 @@ def _bf16(row: dict[str, Any]) -> dict[str, float]:
 
 
 def hopper_fp8() -> Iterator[Timing]:
-    """fp8_block with the bare launch and ragged_dot beside it. `xla` was a loop over experts then."""
+    """fp8_block with the bare launch and ragged_dot beside it, without `xla`, which was a loop over
+    experts then."""
     for name in ("sm90_h200.json", "sm90_h200_long.json"):
         for row in _json(name)["rows"]:
             place = (row["shape"], "fp8_block")
