@@ -14,7 +14,7 @@ import jax
 from rich.console import Console
 
 from jax_megamoe import _files
-from jax_megamoe.cli.ahead import compile_ahead, kernels
+from jax_megamoe.cli.ahead import asked_layers, compile_ahead, kernels
 from jax_megamoe.cli.bench import Shape, bench_cpu
 from jax_megamoe.cli.bench_load import LoadShape, bench_load
 from jax_megamoe.cli.demo import DemoSettings, run_demo
@@ -23,7 +23,7 @@ from jax_megamoe.cli.gpu import command as gpu
 from jax_megamoe.cli.measurements import Measurements
 from jax_megamoe.cli.sources import print_fetched, print_sources
 from jax_megamoe.compile import DISTRIBUTIONS, BuildError
-from jax_megamoe.config import Activation, MoEConfig
+from jax_megamoe.config import Activation
 from jax_megamoe.formats import RECIPES, WEIGHT_FORMATS
 from jax_megamoe.launch.runnable import in_recipe_with_kernel
 from jax_megamoe.runtime.devices import KNOWN_DEVICES, device_spec, known_device
@@ -160,7 +160,18 @@ _SOURCES = {
 def compile(parser: argparse.ArgumentParser) -> Run:
     """Compile kernels into the cache before anything runs, for a layer and token counts."""
     _add_sizes(parser, Shape(64, 8, 2048, 1024, 4096), but=("tokens",))
-    _add_formats(parser, ["fp8_block"], list(RECIPES))
+    parser.add_argument(
+        "--config", type=Path, metavar="JSON",
+        help="a model's config.json: its sizes, activation, biases, and the format it is stored in",
+    )  # fmt: skip
+    parser.add_argument(
+        "--formats", nargs="+", choices=list(RECIPES), metavar="FORMAT",
+        help=f"of {', '.join(RECIPES)} (fp8_block, or the config's)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--implementation", choices=("deep_gemm", "grouped"), default="deep_gemm",
+        help="whose kernels (%(default)s)",
+    )  # fmt: skip
     parser.add_argument(
         "--tokens", type=int, nargs="+", required=True, help="rows of a rank's call"
     )
@@ -182,38 +193,28 @@ def compile(parser: argparse.ArgumentParser) -> Run:
     )
 
     def run(arguments: argparse.Namespace) -> int:
-        activation = Activation(
-            arguments.activation,
-            clamp=arguments.clamp,
-            alpha=arguments.alpha,
-            beta=arguments.beta,
-        )
-        sizes = _sizes(arguments)
-        sizes.pop("num_tokens")
-        recipes: list[dict[str, Any]] = [{"weight_format": name} for name in _formats(arguments)]
-        configs = [
-            MoEConfig(
-                **sizes,
-                **recipe,
-                max_num_tokens=arguments.max_tokens,
-                activation=activation,
-                num_shared_experts=arguments.shared_experts,
-                kernel_source=arguments.kernel_source,
-                reserved_sms=arguments.reserved_sms,
-            )
-            for recipe in recipes
-        ]
         reserved = arguments.reserved_sms
         if arguments.device is None:
             device = device_spec(jax.local_devices()[0], reserved)
         else:
             device = known_device(arguments.device, reserved)
-        for index, config in enumerate(configs):
+        fields: dict[str, Any] = dict(
+            num_shared_experts=arguments.shared_experts,
+            kernel_source=arguments.kernel_source,
+            reserved_sms=reserved,
+        )
+        recipes = tuple(dict.fromkeys(arguments.formats)) if arguments.formats else None
+        if arguments.config is None:
+            fields |= _sizes(arguments)
+            fields.pop("num_tokens")
+            how = {name: getattr(arguments, name) for name in ("clamp", "alpha", "beta")}
+            fields["activation"] = Activation(arguments.activation, **how)
+        layers = asked_layers(arguments.config, recipes, device, arguments.max_tokens, **fields)
+        for config in (layer.config for layer in layers):
             taken = in_recipe_with_kernel(config, device, arguments.ranks)
             if taken is not config:
                 sys.stdout.write(f"{config.recipe.name} weights run as {taken.recipe.name} there\n")
-            configs[index] = taken
-        specs = kernels(configs, device, arguments.tokens, arguments.ranks)
+        specs = kernels(layers, device, arguments.tokens, arguments.ranks, arguments.implementation)
         return 0 if compile_ahead(specs, Console()) else 1
 
     return run
