@@ -66,10 +66,10 @@ def asked_layers(
         ValueError, NotImplementedError: a model that is not known or does not run.
         OSError: no such file.
     """
-    most: dict[str, Any] = dict(max_num_tokens=max_num_tokens)
     if model is None:
+        fields["max_num_tokens"] = max_num_tokens
         names = recipes or ("fp8_block",)
-        return [Layer(MoEConfig(weight_format=name, **most, **fields)) for name in names]
+        return [Layer(MoEConfig(**fields | {"weight_format": name})) for name in names]
     raw = read_hf_config(model)
     spec = block_spec(raw)
     if recipes is None:
