@@ -67,9 +67,10 @@ def asked_layers(
         OSError: no such file.
     """
     if model is None:
-        fields["max_num_tokens"] = max_num_tokens
         names = recipes or ("fp8_block",)
-        return [Layer(MoEConfig(**fields | {"weight_format": name})) for name in names]
+        formats: list[dict[str, Any]] = [{"weight_format": name} for name in names]
+        most = max_num_tokens
+        return [Layer(MoEConfig(max_num_tokens=most, **each, **fields)) for each in formats]
     raw = read_hf_config(model)
     spec = block_spec(raw)
     if recipes is None:
