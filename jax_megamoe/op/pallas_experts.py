@@ -22,7 +22,7 @@ from jax_megamoe.op.pallas_products import (
 from jax_megamoe.weights.layout import gate_and_up
 from jax_megamoe.weights.params import ExpertWeights
 
-FORMATS = ("bf16", "mxfp8", "mxfp4", "fp8_block")
+FORMATS = ("bf16", "mxfp8", "mxfp4", "mxfp4_bf16", "fp8_block")
 """Recipes whose weights the kernel reads."""
 
 
