@@ -91,7 +91,7 @@ def rows_of(tokens: QuantizedTokens, matrix: Matrix) -> Rows:
 
 def second_rows(act: Float32[Array, "rows inter"], recipe: Recipe, matrix: Matrix) -> Rows:
     """The second matmul's input, as `expert.second_input` has it."""
-    if recipe.activations.name == "fp8_block":
+    if recipe.activations.scale == "float32":
         values, scale = quantization.requantize_l2_fp8_block(act)
         return rows_of(QuantizedTokens(values, scale), matrix)
     return rows_of(QuantizedTokens(expert.second_input(act, None, recipe, None)), matrix)

@@ -30,8 +30,8 @@ def _package() -> Any:
     Raises:
         ImportError: there is none, or another.
     """
-    name = "triton_kernels"
-    if importlib.util.find_spec(name) is None and importlib.util.find_spec("vllm") is not None:
+    name, ships_it = "triton_kernels", _VLLM.partition(".")[0]
+    if importlib.util.find_spec(name) is None and importlib.util.find_spec(ships_it) is not None:
         sys.modules[name] = importlib.import_module(_VLLM)
     package = importlib.import_module(name)
     parts = ("matmul_ogs", "routing", "swiglu", "tensor", "tensor_details.layout")
