@@ -24,8 +24,9 @@ from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.grouped import rules
 from jax_megamoe.plan.kernel import KernelSpec
 from jax_megamoe.plan.launch import KernelLaunch, LaunchPlan
+from jax_megamoe.plan.limits import SM90_ARCH
 from jax_megamoe.plan.refusal import Refusal
-from jax_megamoe.weights.checkpoint.select import stored_scheme
+from jax_megamoe.weights.checkpoint.select import runs_as, stored_scheme
 from jax_megamoe.weights.drawn import random_experts
 from jax_megamoe.weights.params import ExpertWeights
 from jax_megamoe.weights.regroup import to_grouped
@@ -74,8 +75,7 @@ def asked_layers(
     raw = read_hf_config(model)
     spec = block_spec(raw)
     if recipes is None:
-        stored = stored_scheme(raw)
-        recipes = ["mxfp8" if stored == "fp8_block" and device.arch != 90 else stored]
+        recipes = [runs_as(stored_scheme(raw), on_hopper=device.arch == SM90_ARCH)]
     configs = [config_of_spec(spec, name, max_num_tokens, **fields) for name in recipes]
     return [Layer(config, spec.has_expert_biases) for config in configs]
 

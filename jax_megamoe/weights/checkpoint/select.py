@@ -92,15 +92,22 @@ def format_of(scheme: Scheme, device: jax.Device | None = None, prefix: str = ""
     if scheme == "fp8_block":
         target = jax.devices()[0] if device is None else device
         capability = str(getattr(target, "compute_capability", ""))
-        if not capability.startswith("9."):
+        on_hopper = capability.startswith("9.")
+        scheme = runs_as(scheme, on_hopper=on_hopper)
+        if not on_hopper:
             name = f"{target.platform} {capability}".strip()
             warnings.warn(
                 f"{prefix or 'experts'}: FP8 weights in 128x128 blocks are requantised to mxfp8 on "
                 f"this device ({name}); only SM90 GPUs run fp8_block",
                 stacklevel=3,
             )
-            scheme = "mxfp8"
     return WEIGHT_FORMATS[scheme]
+
+
+def runs_as(scheme: Scheme, *, on_hopper: bool) -> Scheme:
+    """How experts stored so are stored where they run: only Hopper multiplies FP8 in blocks of
+    128x128."""
+    return "mxfp8" if scheme == "fp8_block" and not on_hopper else scheme
 
 
 def layer_scheme(
