@@ -1,9 +1,7 @@
 """examples/generate.py against transformers: logits after a prompt, and greedy tokens; its
 attention, and that a step copies no cache."""
 
-import importlib.util
 import re
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -19,17 +17,12 @@ import pytest
 import tolerances
 from flax import nnx
 from jax.sharding import AxisType
+from scripts import load_script
 
 
 @pytest.fixture(scope="module")
 def generate() -> ModuleType:
-    path = Path(__file__).parents[1] / "examples" / "generate.py"
-    spec = importlib.util.spec_from_file_location("generate", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["generate"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script(Path(__file__).parents[1] / "examples" / "generate.py")
 
 
 @pytest.fixture

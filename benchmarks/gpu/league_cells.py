@@ -25,6 +25,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The league's cells on this machine's GPU.")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--tokens", type=int, nargs="+", default=list(league.TOKENS))
+    columns = [" ".join(each) for each in league.COLUMNS if not each[0].startswith("bare")]
+    parser.add_argument(
+        "--columns", nargs="+", choices=columns, default=columns, metavar="COLUMN",
+        help=f"of {', '.join(columns)}",
+    )  # fmt: skip
     parser.add_argument("--seconds", type=float, default=420.0, help="nothing starts after them")
     parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu", help="cpu: a dry run")
     arguments = parser.parse_args()
@@ -33,7 +38,7 @@ def main() -> None:
     request = Request(
         models={"tiny": TINY} if is_dry else {name: MODELS[name] for name in arguments.models},
         token_counts=tuple(sorted(set(arguments.tokens))),
-        series=tuple(each for each in league.COLUMNS if not each[0].startswith("bare")),
+        series=tuple(each for each in league.COLUMNS if " ".join(each) in arguments.columns),
         seconds=arguments.seconds,
         command=f"benchmarks/gpu/league_cells.py {' '.join(sys.argv[1:])}".strip(),
     )

@@ -1,7 +1,7 @@
 """`python -m jax_megamoe compile`: kernels compiled into the cache before anything runs."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,20 @@ def asked_layers(
     return [Layer(config, spec.has_expert_biases) for config in configs]
 
 
+def as_they_run(
+    layers: Iterable[Layer], device: DeviceSpec, num_ranks: int, say: Callable[[str], object]
+) -> list[Layer]:
+    """The layers in the recipes of their weights that have a kernel on the device, see
+    `in_recipe_with_kernel`; `say` is given a line for each that changes."""
+    found: list[Layer] = []
+    for layer in layers:
+        asked, taken = layer.config, in_recipe_with_kernel(layer.config, device, num_ranks)
+        if taken is not asked:
+            say(f"{asked.recipe.name} weights run as {taken.recipe.name} there\n")
+        found.append(replace(layer, config=taken))
+    return found
+
+
 def kernels(
     layers: Iterable[Layer],
     device: DeviceSpec,
@@ -87,7 +101,7 @@ def kernels(
     num_ranks: int,
     implementation: str = "deep_gemm",
 ) -> tuple[KernelSpec, ...]:
-    """The distinct kernels that calls of these layers launch, in recipes that have a kernel there.
+    """The distinct kernels that calls of these layers launch.
 
     Args:
         layers: the layers.
@@ -119,7 +133,7 @@ def _fused_plans(
         hint = "--implementation grouped adds them"
         text = _checks.message("experts", "no biases for deep_gemm", "biases", hint)
         raise NotImplementedError(text)
-    config = in_recipe_with_kernel(layer.config, device, num_ranks)
+    config = layer.config
     route = Route(device, check_supported(config, device, num_ranks), num_ranks, "")
     return [route.plan(config, num_tokens) for num_tokens in token_counts]
 
@@ -129,7 +143,7 @@ def _grouped_plans(
 ) -> list[LaunchPlan]:
     """Plans of `grouped` for each number of tokens: two of MXFP4 beside FP8, whose scales may allow
     one factor for a matrix or need one for each row, as the checkpoint will show."""
-    config = in_recipe_with_kernel(layer.config, device, num_ranks)
+    config = layer.config
     most = config.max_num_tokens
     if num_ranks != 1:
         hint = "over ranks the first call compiles them"

@@ -14,7 +14,7 @@ import jax
 from rich.console import Console
 
 from jax_megamoe import _files
-from jax_megamoe.cli.ahead import asked_layers, compile_ahead, kernels
+from jax_megamoe.cli.ahead import as_they_run, asked_layers, compile_ahead, kernels
 from jax_megamoe.cli.bench import Shape, bench_cpu
 from jax_megamoe.cli.bench_load import LoadShape, bench_load
 from jax_megamoe.cli.demo import DemoSettings, run_demo
@@ -25,7 +25,6 @@ from jax_megamoe.cli.sources import print_fetched, print_sources
 from jax_megamoe.compile import DISTRIBUTIONS, BuildError
 from jax_megamoe.config import Activation
 from jax_megamoe.formats import RECIPES, WEIGHT_FORMATS
-from jax_megamoe.launch.runnable import in_recipe_with_kernel
 from jax_megamoe.runtime.devices import KNOWN_DEVICES, device_spec, known_device
 from jax_megamoe.weights.checkpoint.convert import convert_checkpoint
 
@@ -210,10 +209,7 @@ def compile(parser: argparse.ArgumentParser) -> Run:
             how = {name: getattr(arguments, name) for name in ("clamp", "alpha", "beta")}
             fields["activation"] = Activation(arguments.activation, **how)
         layers = asked_layers(arguments.config, recipes, device, arguments.max_tokens, **fields)
-        for config in (layer.config for layer in layers):
-            taken = in_recipe_with_kernel(config, device, arguments.ranks)
-            if taken is not config:
-                sys.stdout.write(f"{config.recipe.name} weights run as {taken.recipe.name} there\n")
+        layers = as_they_run(layers, device, arguments.ranks, sys.stdout.write)
         specs = kernels(layers, device, arguments.tokens, arguments.ranks, arguments.implementation)
         return 0 if compile_ahead(specs, Console()) else 1
 

@@ -137,7 +137,7 @@ def _most_blocks(num_rows: int, num_experts: int, rows: int) -> int:
 
 
 class Matrix(NamedTuple):
-    """The experts' matrices as they are stored, in one of the ways that `runs_stored` lists.
+    """The experts' matrices as they are stored in a recipe of `pallas_experts.FORMATS`.
 
     Attributes:
         weight: [E, N, K], bfloat16 or float8_e4m3fn, or uint8 [E, N, K / 2].

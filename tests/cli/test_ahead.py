@@ -150,11 +150,15 @@ def test_a_model_by_its_config(
     assert said in capsys.readouterr().err
     path.write_text(json.dumps(GPT_OSS | {"model_type": "elsewhere"}))
     assert cli.main(command) == 2
-    assert "elsewhere" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"model_type in {path}: expected one of ['deepseek_v3'" in said
+    assert "got 'elsewhere'; build a MegaMoEBlock from its parts" in said
 
 
 def test_grouped_is_planned_for_one_rank() -> None:
-    with pytest.raises(ValueError, match="ranks: expected 1 for grouped, got 2; over ranks the"):
+    text = "ranks: expected 1 for grouped, got 2; over ranks the first call compiles them"
+    with pytest.raises(ValueError, match=text):
         ahead.kernels([ahead.Layer(CONFIG)], H200, [8], 2, "grouped")
-    with pytest.raises(ValueError, match="num_tokens: expected at most max_num_tokens = 1024"):
+    text = "num_tokens: expected at most max_num_tokens = 1024, got 2000"
+    with pytest.raises(ValueError, match=text):
         ahead.kernels([ahead.Layer(CONFIG)], H200, [2000], 1, "grouped")

@@ -1,7 +1,6 @@
 """`benchmarks/gpu/decoder.py` on a CPU, and how it reads the profiler's traces."""
 
 import gzip
-import importlib.util
 import json
 import os
 import subprocess
@@ -13,19 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from scripts import load_script
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def step_trace() -> ModuleType:
-    path = ROOT / "benchmarks" / "gpu" / "step_trace.py"
-    spec = importlib.util.spec_from_file_location("step_trace", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["step_trace"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script(ROOT / "benchmarks" / "gpu" / "step_trace.py")
 
 
 TEXT = """
