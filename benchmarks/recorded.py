@@ -15,8 +15,9 @@ CODES_AND_SCALES = {"mxfp4_block": 17 / 32, "fp8_block": 1 + 4 / 128**2, "bf16":
 """Bytes of a weight, its scale's part included."""
 
 
-def _json(name: str) -> Any:
-    return json.loads((RESULTS / name).read_text())
+def read(name: str, folder: Path | None = None) -> Any:
+    """The JSON of a file in a folder; None: of `RESULTS`."""
+    return json.loads(((folder or RESULTS) / name).read_text())
 
 
 def _bf16(row: dict[str, Any]) -> dict[str, float]:
@@ -29,7 +30,7 @@ def hopper_fp8() -> Iterator[Timing]:
     """fp8_block with the bare launch and ragged_dot beside it, without `xla`, which was a loop over
     experts then."""
     for name in ("sm90_h200.json", "sm90_h200_long.json"):
-        for row in _json(name)["rows"]:
+        for row in read(name)["rows"]:
             place = (row["shape"], "fp8_block")
             work = dict(weight_bytes=row["weight_bytes"], flops=row["flops"])
             times = {"deep_gemm": row["scan"], "bare DeepGEMM": row["bare"]}
@@ -43,7 +44,7 @@ def hopper_fp8() -> Iterator[Timing]:
 def hopper_mxfp4() -> Iterator[Timing]:
     """mxfp4_block with the bare launch beside it."""
     name = "flashinfer_h200.json"
-    for row in _json(name)["rows"]:
+    for row in read(name)["rows"]:
         work = dict(weight_bytes=row["weight_bytes"], flops=row["flops"], source=name)
         place = (row["shape"], "mxfp4_block")
         yield Timing(*place, "deep_gemm", row["tokens"], row["scan"], **work)
@@ -61,7 +62,7 @@ GROUPED_RECIPES = {
 def grouped() -> Iterator[Timing]:
     """The grouped kernels, not cut along K, as they run by default."""
     name = "grouped_h200.json"
-    for row in _json(name)["rows"]:
+    for row in read(name)["rows"]:
         model = MODELS[row["shape"]]
         recipe = GROUPED_RECIPES[row["recipe"]]
         per_weight = CODES_AND_SCALES["fp8_block" if recipe == "fp8_block" else "mxfp4_block"]
@@ -80,7 +81,7 @@ def grouped() -> Iterator[Timing]:
 def two_gpus() -> Iterator[Timing]:
     """A layer of DeepSeek-V4-Flash's size over two GPUs."""
     name = "expert_parallel_h200_x2.json"
-    for row in (row for row in _json(name).values() if isinstance(row, dict)):
+    for row in (row for row in read(name).values() if isinstance(row, dict)):
         if row.get("shape") != "flash":
             continue
         common = dict(num_ranks=2, source=name)
@@ -125,7 +126,7 @@ def timings() -> list[Timing]:
 
 def ceilings() -> Ceilings:
     """The highest rates that a run measured: no GPU of the kind does more."""
-    first = Ceilings(**_json("sm90_h200.json")["ceilings"])
+    first = Ceilings(**read("sm90_h200.json")["ceilings"])
     measured = [first, *(result.ceilings for name, result in runs() if name.startswith(LEAGUE))]
     rates = (max(getattr(each, rate.name) for each in measured) for rate in fields(Ceilings))
     return Ceilings(*rates)
@@ -135,7 +136,7 @@ def environments() -> dict[str, str]:
     """Driver and jax of the recorded files."""
     found = {}
     for name in sorted({each.source for each in timings()}):
-        held = _json(name)
+        held = read(name)
         held = held.get("versions", held)
         said = [f"{key} {held[key]}" for key in ("driver", "jax") if isinstance(held.get(key), str)]
         found[name] = ", ".join(said)

@@ -8,7 +8,8 @@ the profiler, in the same program without CUDA graphs (experts, router, attentio
 profiler sees no kernel, from programs without the experts and without both. Beside them the bytes
 that a step must read, at the copy rate of the same run: the experts that the batch's tokens are
 routed to, attention's weights, keys and values, the head. Each model is a process of its own, which
-adds its rows to $OUT/decoder_h200.json after every batch. `--tiny` runs all of it on a CPU.
+adds its rows to $OUT/decoder_h200.json after every batch. As benchmarks/results/decoder_h200*.json
+benchmarks/pages.py makes a page of them. `--tiny` runs all of it on a CPU.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -45,6 +47,7 @@ from jax_megamoe.cli.gpu.measure import versions
 
 BATCHES = (1, 8, 64, 256)
 MODELS = ("qwen3_30b_fp8_block", "qwen3_30b_mxfp4_block", "gpt_oss_120b_mxfp4_block")
+COMMAND = "PYTHONPATH=.:examples:benchmarks/gpu python benchmarks/gpu/decoder.py"
 SECONDS = 170
 """Of a model, after which its process ends."""
 STEPS_TRACED = 3
@@ -284,6 +287,7 @@ def measure(name: str, options: argparse.Namespace) -> None:
     most = max(*options.batches, options.prompt)
     loaded = random_decoder.load(case, most, sorted({*options.batches, options.prompt} - {0}))
     about = {
+        "command": f"{COMMAND} {shlex.join(sys.argv[1:])}",
         "device": jax.devices()[0].device_kind, "versions": versions(), "context": options.context,
         "compiler_options": generate.COMPILER_OPTIONS | options.xla,
         "attention_kernel": not options.no_kernel,
@@ -321,7 +325,7 @@ def measure(name: str, options: argparse.Namespace) -> None:
         row |= more
         row["peak_bytes"] = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
         _save(name, about, shares(row, rate))
-        print(line(row), flush=True)
+        print(f"{name}, {line(row)}", flush=True)
         for kernel in row.get("largest_kernels_ms", ()) if count == 64 else ():
             print("   ", *kernel)
     if options.prompt:
@@ -334,7 +338,7 @@ def measure(name: str, options: argparse.Namespace) -> None:
 
 
 def line(row: Json) -> str:
-    """A row of the table, as text."""
+    """A row as text."""
     found, limits, of = row.get("parts_ms", {}), row["limit_ms"], row["of_limit"]
     parts = [
         f"{part} {taken:.2f}" + (f" ({of[part]:.2f} of limit)" if part in of else "")
@@ -359,28 +363,6 @@ def _save(name: str, about: Json, row: Json) -> None:
     path.write_text(json.dumps(result, indent=1))
 
 
-def table() -> str:
-    """The rows of the file as Markdown."""
-    head = ("model", "batch", "ms", "tokens/s", "limit, ms", "of limit")
-    parts = ("experts", "router", "attention", "rest")
-    lines = ["| " + " | ".join((*head, *parts)) + " |", "|---" * 10 + "|"]
-    result = json.loads((OUT / "decoder_h200.json").read_text())
-    for name, model in result["models"].items():
-        for row in model["rows"]:
-            if "batch" not in row:
-                continue
-            found, of = row.get("parts_ms", {}), row["of_limit"]
-            cells = [name, str(row["batch"]), f"{row['ms']:.2f}", f"{row['tokens_per_second']:.0f}"]
-            cells += [f"{row['limit_ms']['step']:.2f}", f"{of['step']:.2f}"]
-            for part in parts:
-                share = f" ({of[part]:.2f})" if part in of else ""
-                cells.append(f"{found[part]:.2f}{share}" if part in found else "")
-            if not found:
-                cells[-len(parts)] = str(row.get("parts_missing", "stopped before"))
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description="Whole decoders on one GPU.")
@@ -403,20 +385,16 @@ def main() -> None:
             for name in options.models
             if subprocess.run(
                 [sys.executable, __file__, *own, "--models", name],
-                env=os.environ | {"OUT": str(OUT), "DECODER_PART": "1"},
+                env=os.environ | {"OUT": str(OUT)},
                 check=False,
             ).returncode
         ]
-        if (OUT / "decoder_h200.json").exists():
-            print(table())
         raise SystemExit(f"failed: {', '.join(failed)}" if failed else 0)
     if not options.tiny:
         faulthandler.dump_traceback_later(SECONDS, exit=True)
     if options.no_kernel:
         attention.triton = None
     measure(options.models[0], options)
-    if "DECODER_PART" not in os.environ:
-        print(table())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """`benchmarks/gpu/decoder.py` on a CPU, and how it reads the profiler's traces."""
 
 import gzip
+import importlib
 import json
 import os
 import subprocess
@@ -109,8 +110,8 @@ def test_parts_of_a_program_on_this_machine(step_trace: ModuleType, tmp_path: Pa
     assert parts["experts"] > 0 and parts["attention"] > 0 and parts["router"] == 0
 
 
-def test_tiny_models(tmp_path: Path) -> None:
-    """A process for each model, all rows in one file, with parts from the profiler."""
+def test_tiny_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process for each model, all rows in one file, with parts from the profiler; and a page."""
     folders = ROOT, ROOT / "examples", ROOT / "benchmarks/gpu"
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, folders)),
@@ -132,4 +133,12 @@ def test_tiny_models(tmp_path: Path) -> None:
         assert (small["batch"], large["batch"], prompt["prompt_tokens"]) == (1, 2, 8)
         assert model["finite"] and small["experts_touched"] == 2.0
         assert large["parts_from"] == "profiler" and large["parts_ms"]["experts"] > 0
-        assert f"| {name} | 2 |" in done.stdout
+        assert f"{name}, batch 2: " in done.stdout
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    page = importlib.import_module("pages").decoder(tmp_path)
+    given = " ".join(["--tiny", *sizes, "--threads 2"])
+    for name in models:
+        assert f"python benchmarks/gpu/decoder.py {given} --models {name}\n" in page
+    assert [row.split(" | ")[0] for row in page.splitlines()[-4:]] == [
+        f"| {name}" for name in models for _ in range(2)
+    ]
