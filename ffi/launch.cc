@@ -41,16 +41,15 @@ class Parameters {
       if (const auto* map = std::get_if<TensorMap>(&argument.value)) {
         EncodeTensorMap(driver, *map, argument.name.c_str(), bases.Resolve(map->base),
                         reinterpret_cast<CUtensorMap*>(at));
-      } else if (const auto* address = std::get_if<Address>(&argument.value)) {
-        Store(at, bases.Resolve(*address));
-      } else if (const auto* flag = std::get_if<bool>(&argument.value)) {
-        Store(at, *flag);
-      } else if (const auto* integer = std::get_if<uint32_t>(&argument.value)) {
-        Store(at, *integer);
-      } else if (const auto* number = std::get_if<float>(&argument.value)) {
-        Store(at, *number);
-      } else {
+      } else if (const auto* structure = std::get_if<StructArgument>(&argument.value)) {
+        std::memset(at, 0, argument.size);  // also between the fields
+        for (const Field& field : structure->fields) {
+          StoreScalar(at + field.offset, field.value, bases);
+        }
+      } else if (std::holds_alternative<SymmetricBufferArgument>(argument.value)) {
         Store(at, bases.symmetric_buffer->argument);
+      } else {
+        StoreScalar(at, argument.value, bases);
       }
     }
   }
@@ -61,6 +60,20 @@ class Parameters {
   template <typename T>
   static void Store(std::byte* at, const T& value) {
     std::memcpy(at, &value, sizeof value);
+  }
+
+  // An address or a number, of an argument or a field.
+  template <typename Value>
+  static void StoreScalar(std::byte* at, const Value& value, const Bases& bases) {
+    if (const auto* address = std::get_if<Address>(&value)) {
+      Store(at, bases.Resolve(*address));
+    } else if (const auto* flag = std::get_if<bool>(&value)) {
+      Store(at, *flag);
+    } else if (const auto* integer = std::get_if<uint32_t>(&value)) {
+      Store(at, *integer);
+    } else {
+      Store(at, std::get<float>(value));
+    }
   }
 
   // 128 is the alignment of a tensor map as a parameter. A local block is enough, because the

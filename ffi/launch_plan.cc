@@ -1,8 +1,10 @@
 #include "ffi/launch_plan.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <limits>
+#include <optional>
 #include <string_view>
 #include <utility>
 
@@ -154,31 +156,61 @@ struct Layout {
   size_t alignment;
 };
 
-Layout DecodeValue(const Reader& reader, const LaunchPlan& plan, Argument* argument) {
-  const std::string kind = reader.String("kind");
+size_t Aligned(size_t offset, size_t alignment) {
+  return (offset + alignment - 1) / alignment * alignment;
+}
+
+// What may be an argument or a field of one; nothing, for other kinds.
+template <typename Value>
+std::optional<Layout> DecodeScalar(const Reader& reader, const LaunchPlan& plan,
+                                   const std::string& kind, Value* value) {
   if (kind == "pointer") {
-    argument->value = DecodeAddress(reader, plan);
-    return {8, 8};
+    *value = DecodeAddress(reader, plan);
+    return Layout{8, 8};
   }
   if (kind == "bool") {
-    argument->value = reader.Bool("value");
-    return {1, 1};
+    *value = reader.Bool("value");
+    return Layout{1, 1};
   }
   if (kind == "uint32") {
-    argument->value = static_cast<uint32_t>(reader.Int("value", 0, kUint32Max));
-    return {4, 4};
+    *value = static_cast<uint32_t>(reader.Int("value", 0, kUint32Max));
+    return Layout{4, 4};
   }
   if (kind == "float32") {
-    argument->value = reader.Float("value");
-    return {4, 4};
+    *value = reader.Float("value");
+    return Layout{4, 4};
   }
+  return std::nullopt;
+}
+
+// Fields lie as in a C++ struct of these types.
+Layout DecodeStruct(const Reader& reader, const LaunchPlan& plan, StructArgument* argument) {
+  Layout whole{0, 1};
+  for (const Reader& entry : reader.List("fields", 1, kMaxFields)) {
+    Field& field = argument->fields.emplace_back();
+    field.name = entry.String("name");
+    const std::string kind = entry.String("kind");
+    const std::optional<Layout> layout = DecodeScalar(entry, plan, kind, &field.value);
+    if (!layout) Reject(entry.Path("kind"), "pointer, bool, uint32 or float32", kind);
+    field.offset = Aligned(whole.size, layout->alignment);
+    whole = {field.offset + layout->size, std::max(whole.alignment, layout->alignment)};
+  }
+  return {Aligned(whole.size, whole.alignment), whole.alignment};
+}
+
+Layout DecodeValue(const Reader& reader, const LaunchPlan& plan, Argument* argument) {
+  const std::string kind = reader.String("kind");
+  if (const auto layout = DecodeScalar(reader, plan, kind, &argument->value)) return *layout;
   if (kind == "tensor_map") {
     argument->value = DecodeTensorMap(reader, plan);
     return {128, 128};
   }
+  if (kind == "struct") {
+    return DecodeStruct(reader, plan, &argument->value.emplace<StructArgument>());
+  }
   if (kind != "symmetric_buffer") {
-    Reject(reader.Path("kind"), "pointer, bool, uint32, float32, symmetric_buffer or tensor_map",
-           kind);
+    Reject(reader.Path("kind"),
+           "pointer, bool, uint32, float32, symmetric_buffer, tensor_map or struct", kind);
   }
   if (!plan.uses_symmetric_buffer()) {
     Reject(reader.Path("kind"), "no symmetric_buffer in a plan without buffer_key", kind);
@@ -195,7 +227,7 @@ std::vector<Argument> DecodeArguments(const Reader& reader, const LaunchPlan& pl
     argument.name = entry.String("name");
     const Layout layout = DecodeValue(entry, plan, &argument);
     argument.size = layout.size;
-    argument.offset = (end + layout.alignment - 1) / layout.alignment * layout.alignment;
+    argument.offset = Aligned(end, layout.alignment);
     end = argument.offset + argument.size;
   }
   if (end > kMaxParameterBytes) {
@@ -230,6 +262,7 @@ void CheckAccess(const Access& access, const char* kind, size_t index, uint64_t 
   if (offset <= num_bytes && access.extent <= num_bytes - offset) return;
   std::string name = "steps." + std::to_string(access.step);
   if (access.argument != nullptr) name += " argument " + access.argument->name;
+  if (access.field != nullptr) name += " field " + access.field->name;
   const bool symmetric = access.address->base == Address::Base::kSymmetricBuffer;
   const std::string array = symmetric ? kind : std::string(kind) + " " + std::to_string(index);
   Reject(name, "offset and extent inside the " + std::to_string(num_bytes) + " bytes of " + array,
@@ -302,6 +335,11 @@ std::vector<Access> ListAccesses(const LaunchPlan& plan) {
         accesses.push_back({&map->base, ExtentBytes(*map), i, &argument});
       } else if (const auto* pointer = std::get_if<Address>(&argument.value)) {
         accesses.push_back({pointer, 0, i, &argument});
+      } else if (const auto* structure = std::get_if<StructArgument>(&argument.value)) {
+        for (const Field& field : structure->fields) {
+          const auto* address = std::get_if<Address>(&field.value);
+          if (address != nullptr) accesses.push_back({address, 0, i, &argument, &field});
+        }
       }
     }
   }

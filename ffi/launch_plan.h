@@ -23,6 +23,7 @@ inline constexpr int64_t kMaxNumRanks = 72;
 // Parameter bytes that every CUDA device takes.
 inline constexpr size_t kMaxParameterBytes = 4096;
 inline constexpr size_t kMaxParameters = 128;
+inline constexpr size_t kMaxFields = 32;
 inline constexpr size_t kMaxTensorMapRank = 5;
 
 struct Address {
@@ -48,9 +49,21 @@ struct TensorMap {
 
 struct SymmetricBufferArgument {};
 
+// A field of a struct that a kernel takes by value.
+struct Field {
+  std::string name;
+  std::variant<Address, bool, uint32_t, float> value;
+  size_t offset = 0;  // in the struct
+};
+
+struct StructArgument {
+  std::vector<Field> fields;
+};
+
 struct Argument {
   std::string name;
-  std::variant<Address, bool, uint32_t, float, SymmetricBufferArgument, TensorMap> value;
+  std::variant<Address, bool, uint32_t, float, SymmetricBufferArgument, TensorMap, StructArgument>
+      value;
   size_t size = 0;    // bytes
   size_t offset = 0;  // in the parameter block
 };
@@ -109,7 +122,8 @@ struct Access {
   const Address* address;
   uint64_t extent;
   size_t step;
-  const Argument* argument;  // null for a fill
+  const Argument* argument;      // null for a fill
+  const Field* field = nullptr;  // of a struct
 };
 
 // Everything that the plan, which must outlive the list, touches.

@@ -19,6 +19,8 @@ from jax_megamoe.runtime import extension
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "tests" / "ffi" / "recording_driver" / "recording_driver.cc"
 SYM_BUFFER_BYTES = 592
+STRUCTS = {"deep_gemm::EpilogueOperatorArgs": 48}
+"""Bytes of the other structs that kernels take by value."""
 
 
 def build(folder: Path) -> Path:
@@ -40,7 +42,7 @@ def parameter_bytes(cpp_type: str) -> int:
         return SYM_BUFFER_BYTES
     if re.search(r"TmaDescriptor|CUtensorMap", cpp_type):
         return 128
-    return 1 if cpp_type == "bool" else 4
+    return STRUCTS.get(cpp_type, 1 if cpp_type == "bool" else 4)
 
 
 def fake_cubin(spec: str) -> bytes:

@@ -15,6 +15,7 @@ _STRUCTS = {
     "flashinfer::megamoe::layout::SymBuffer": (592, 8),
     "cute::TmaDescriptor": (128, 128),
     "CUtensorMap": (128, 128),
+    "deep_gemm::EpilogueOperatorArgs": (48, 8),
 }
 
 

@@ -25,6 +25,7 @@ from jax_megamoe.plan.launch import (
     KernelLaunch,
     LaunchPlan,
     Pointer,
+    Struct,
     SymmetricBuffer,
     TensorMap,
     Uint32,
@@ -163,12 +164,22 @@ def _kernel_launch(
         "cluster": _integers(config.cluster),
         "smem": config.smem,
         "programmatic_serialization": config.programmatic_serialization,
-        "arguments": len(step.arguments),
     }
-    for index, argument in enumerate(step.arguments):
+    return fields | _named("arguments", step.arguments, places)
+
+
+def _named(
+    name: str, arguments: Sequence[KernelArgument], places: Mapping[str, tuple[str, int]]
+) -> dict[str, Attribute]:
+    """A list of arguments, or of a struct's fields."""
+    found: dict[str, Attribute] = {name: len(arguments)}
+    for index, argument in enumerate(arguments):
         value = {"name": argument.name, **_argument(argument, places)}
-        fields.update(_prefixed(f"arguments.{index}", value))
-    return fields
+        found.update(_prefixed(f"{name}.{index}", value))
+    return found
+
+
+_NUMBERS = {Bool: ("bool", bool), Uint32: ("uint32", int), Float32: ("float32", float)}
 
 
 def _argument(
@@ -178,18 +189,17 @@ def _argument(
         case Pointer(operand=operand):
             address = _address(operand, places) if operand else {"base": "null"}
             return {"kind": "pointer", **address}
-        case Bool(value=value):
-            return {"kind": "bool", "value": value}
-        case Uint32(value=value):
-            return {"kind": "uint32", "value": value}
-        case Float32(value=value):
-            return {"kind": "float32", "value": float(value)}
+        case Bool() | Uint32() | Float32():
+            kind, type_ = _NUMBERS[type(argument)]
+            return {"kind": kind, "value": type_(argument.value)}
         case SymmetricBuffer():
             if SYMMETRIC_BUFFER not in places:
                 raise _unknown(SYMMETRIC_BUFFER, places)
             return {"kind": "symmetric_buffer"}
         case TensorMap(spec=spec):
             return {"kind": "tensor_map", **_tensor_map(spec, places)}
+        case Struct(fields=fields):
+            return {"kind": "struct", **_named("fields", fields, places)}
 
 
 def _tensor_map(spec: TensorMapSpec, places: Mapping[str, tuple[str, int]]) -> dict[str, Attribute]:

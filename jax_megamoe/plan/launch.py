@@ -62,7 +62,18 @@ class TensorMap:
     spec: TensorMapSpec
 
 
-KernelArgument = Pointer | Bool | Uint32 | Float32 | SymmetricBuffer | TensorMap
+Scalar = Pointer | Bool | Uint32 | Float32
+
+
+@dataclass(frozen=True)
+class Struct:
+    """A C++ struct by value: at most 32 fields in order, each where C++ puts one of its type."""
+
+    name: str
+    fields: tuple[Scalar, ...]
+
+
+KernelArgument = Scalar | SymmetricBuffer | TensorMap | Struct
 
 
 def optional(name: str, operand: str, present: bool) -> Pointer:
@@ -129,17 +140,38 @@ def parameter_block(launch: KernelLaunch) -> tuple[tuple[int, int], ...]:
     placed: list[tuple[int, int]] = []
     end = 0
     for argument in launch.arguments:
-        match argument:
-            case TensorMap():
-                size, start = _TENSOR_MAP_BYTES, align(base + end, 128) - base
-            case SymmetricBuffer():
-                size, start = _SYM_BUFFER_BYTES, align(end, 8)
-            case Pointer():
-                size, start = 8, align(end, 8)
-            case Bool():
-                size, start = 1, end
-            case Uint32() | Float32():
-                size, start = 4, align(end, 4)
+        size, alignment = parameter_layout(argument)
+        start = align(base + end, alignment) - base
         placed.append((start, size))
         end = start + size
     return tuple(placed)
+
+
+def field_offsets(struct: Struct) -> tuple[int, ...]:
+    """Bytes from a struct's start to each of its fields."""
+    offsets: list[int] = []
+    end = 0
+    for each in struct.fields:
+        size, alignment = parameter_layout(each)
+        offsets.append(align(end, alignment))
+        end = offsets[-1] + size
+    return tuple(offsets)
+
+
+def parameter_layout(argument: KernelArgument) -> tuple[int, int]:
+    """Bytes and alignment of an argument's C++ type."""
+    match argument:
+        case TensorMap():
+            return _TENSOR_MAP_BYTES, 128
+        case SymmetricBuffer():
+            return _SYM_BUFFER_BYTES, 8
+        case Pointer():
+            return 8, 8
+        case Bool():
+            return 1, 1
+        case Uint32() | Float32():
+            return 4, 4
+        case Struct(fields=fields):
+            layouts = [parameter_layout(each) for each in fields]
+            alignment = max(each for _, each in layouts)
+            return align(field_offsets(argument)[-1] + layouts[-1][0], alignment), alignment

@@ -48,14 +48,17 @@ def test_a_source_without_a_namespace_uses_none():
 
 
 def test_structs_passed_by_value_are_checked_once_each():
-    structs = ("deep_gemm::layout::SymBuffer<8>", "cute::TmaDescriptor", "cute::TmaDescriptor")
-    spec = dataclasses.replace(SPEC, parameter_types=("void*", *structs))
+    layouts = {
+        "deep_gemm::layout::SymBuffer<8>": (592, 8),
+        "cute::TmaDescriptor": (128, 128),
+        "deep_gemm::EpilogueOperatorArgs": (48, 8),
+    }
+    spec = dataclasses.replace(SPEC, parameter_types=("void*", *layouts, *layouts))
     text = generate(spec, SOURCE)
-    assert text.count("static_assert(") == 3
-    name = "deep_gemm::layout::SymBuffer<8>"
-    assert f"static_assert(sizeof({name}) == 592 && alignof({name}) == 8,\n" in text
-    name = "cute::TmaDescriptor"
-    assert f"static_assert(sizeof({name}) == 128 && alignof({name}) == 128,\n" in text
+    assert text.count("static_assert(") == 4
+    for name, (size, alignment) in layouts.items():
+        check = f"sizeof({name}) == {size} && alignof({name}) == {alignment}"
+        assert f"static_assert({check},\n" in text
 
 
 def test_text_depends_on_nothing_of_the_machine():

@@ -22,10 +22,13 @@ from jax_megamoe.plan.launch import (
     KernelLaunch,
     LaunchPlan,
     Pointer,
+    Struct,
     SymmetricBuffer,
     TensorMap,
     Uint32,
+    field_offsets,
     parameter_block,
+    parameter_layout,
 )
 from jax_megamoe.plan.operand import SYMMETRIC_BUFFER, Operand
 from jax_megamoe.plan.symmetric_buffer import BufferLayout
@@ -157,6 +160,12 @@ class Rank:
                     self._at(spec.base), spec.dtype, spec.dims, spec.strides, spec.box,
                     spec.swizzle, spec.interleave, spec.oob_fill,
                 )  # fmt: skip
+            case Struct(fields=fields):
+                packed = bytearray(parameter_layout(argument)[0])
+                for each, offset in zip(fields, field_offsets(argument), strict=True):
+                    value = self._parameter(each, bases)
+                    packed[offset : offset + len(value)] = value
+                return bytes(packed)
         raise TypeError(argument)
 
 

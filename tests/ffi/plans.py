@@ -14,6 +14,7 @@ from jax_megamoe.plan.launch import (
     KernelLaunch,
     LaunchPlan,
     Pointer,
+    Struct,
     SymmetricBuffer,
     TensorMap,
     Uint32,
@@ -41,6 +42,7 @@ KERNEL = KernelSpec(
         "cute::TmaDescriptor",
         "const uint8_t*",
         "bool",
+        "deep_gemm::EpilogueOperatorArgs",
     ),
 )
 ACTS = TensorMapSpec(
@@ -55,6 +57,20 @@ WEIGHTS = TensorMapSpec(
     base=Operand("w"), dtype=14, dims=(256, 4, 2, 2), strides=(128, 512, 1024), box=(128, 4, 1, 1),
     swizzle=3, l2_promotion=2, oob_fill=1,
 )  # fmt: skip
+FACTORS = Struct(
+    "factors",
+    (
+        Pointer("scales", Operand("w", 16)),
+        Uint32("stride", 3_000_000_000),
+        Bool("clamped", True),
+        Float32("alpha", 0.5),
+        Float32("beta", -2.0),
+        Pointer("counts", None),
+        Pointer("rows", Operand("symmetric_buffer", 2048)),
+        Uint32("num_rows", 7),
+    ),
+)
+"""Zeros fill the bytes after ``clamped`` and behind ``num_rows``."""
 ARGUMENTS = (
     Pointer("y", Operand("y", 64)),
     Pointer("stats", None),
@@ -65,6 +81,7 @@ ARGUMENTS = (
     TensorMap("weights", WEIGHTS),
     Pointer("table", Operand("table", 4)),
     Bool("fast", True),
+    FACTORS,
 )
 CONFIG = LaunchConfig(
     grid=(132, 1, 1),

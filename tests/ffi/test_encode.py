@@ -10,7 +10,7 @@ import pytest
 
 from jax_megamoe.launch import launcher
 from jax_megamoe.plan.kernel import CodeOptions
-from jax_megamoe.plan.launch import KernelLaunch, LaunchPlan, Pointer
+from jax_megamoe.plan.launch import KernelLaunch, LaunchPlan, Pointer, Struct
 from jax_megamoe.plan.operand import Operand
 from jax_megamoe.runtime import extension
 
@@ -37,7 +37,7 @@ def test_attributes_are_paths() -> None:
         "steps.1.kernel": 0,
         "steps.1.smem": 200_000,
         "steps.1.programmatic_serialization": True,
-        "steps.1.arguments": 9,
+        "steps.1.arguments": 10,
     }
     assert {k: v for k, v in attributes.items() if k.startswith("steps.0.")} == {
         "steps.0.kind": "fill",
@@ -53,6 +53,33 @@ def test_attributes_are_paths() -> None:
         "steps.1.arguments.7.index": 2,
         "steps.1.arguments.7.offset": 4,
     }
+
+
+def test_a_struct_is_a_list_of_fields() -> None:
+    found = {k.removeprefix("steps.1.arguments.9."): v for k, v in encode().items()}
+    assert (found["name"], found["kind"], found["fields"]) == ("factors", "struct", 8)
+    assert {k: v for k, v in found.items() if k.startswith("fields.0.")} == {
+        "fields.0.name": "scales",
+        "fields.0.kind": "pointer",
+        "fields.0.base": "operand",
+        "fields.0.index": 1,
+        "fields.0.offset": 16,
+    }
+    assert (found["fields.2.kind"], found["fields.2.value"]) == ("bool", True)
+    assert (found["fields.3.kind"], found["fields.3.value"]) == ("float32", 0.5)
+    assert (found["fields.5.base"], "fields.5.index" in found) == ("null", False)
+    assert found["fields.6.base"] == "symmetric_buffer"
+
+
+def test_an_unknown_array_of_a_field_is_refused() -> None:
+    step = plans.whole_plan().steps[1]
+    assert isinstance(step, KernelLaunch)
+    struct = Struct("factors", (Pointer("scales", Operand("z")),))
+    plan = dataclasses.replace(
+        plans.whole_plan(), steps=(dataclasses.replace(step, arguments=(struct,)),)
+    )
+    with pytest.raises(ValueError, match=re.escape("'x', 'y'], got 'z'; pass it as an operand")):
+        encode(plan)
 
 
 def test_a_kernel_travels_with_its_specification_once() -> None:

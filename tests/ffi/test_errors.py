@@ -16,7 +16,7 @@ KEY = "test/errors"
 BASE = 1 << 40
 
 FILL, LAUNCH = "steps.0", "steps.1"
-SYMMETRIC, ACTS, WEIGHTS = (f"{LAUNCH}.arguments.{index}" for index in (4, 5, 6))
+SYMMETRIC, ACTS, WEIGHTS, FACTORS = (f"{LAUNCH}.arguments.{index}" for index in (4, 5, 6, 9))
 
 
 def attributes(symbol: str, num_ranks: int = 1) -> dict[str, Any]:
@@ -75,10 +75,10 @@ def i64(*values: int) -> np.ndarray:
         (f"{LAUNCH}.programmatic_serialization", 1,
          f"{LAUNCH}.programmatic_serialization: expected a bool, got an attribute of another type"),
         (f"{LAUNCH}.arguments", 129, f"{LAUNCH}.arguments: expected an integer in [0, 128], got 1"),
-        (f"{LAUNCH}.arguments", 10, f"{LAUNCH}.arguments.9.name: expected a string, got no such"),
+        (f"{LAUNCH}.arguments", 11, f"{LAUNCH}.arguments.10.name: expected a string, got no such"),
         (f"{LAUNCH}.arguments.8.value", 1, f"{LAUNCH}.arguments.8.value: expected a bool, got an"),
         (f"{SYMMETRIC}.kind", "event", f"{SYMMETRIC}.kind: expected pointer, bool, uint32,"
-         " float32, symmetric_buffer or tensor_map, got event"),
+         " float32, symmetric_buffer, tensor_map or struct, got event"),
         (f"{LAUNCH}.arguments.0.base", "host", f"{LAUNCH}.arguments.0.base: expected null, operand,"
          " result or symmetric_buffer, got host"),
         (f"{LAUNCH}.arguments.0.index", 1, f"{LAUNCH}.arguments.0.index: expected an index of 1"
@@ -107,6 +107,22 @@ def i64(*values: int) -> np.ndarray:
         (f"{ACTS}.interleave", 3, f"{ACTS}.interleave: expected an integer in [0, 2], got 3"),
         (f"{ACTS}.l2_promotion", 4, f"{ACTS}.l2_promotion: expected an integer in [0, 3], got 4"),
         (f"{ACTS}.oob_fill", 2, f"{ACTS}.oob_fill: expected an integer in [0, 1], got 2"),
+        (f"{FACTORS}.fields", 0, f"{FACTORS}.fields: expected an integer in [1, 32], got 0"),
+        (f"{FACTORS}.fields", 33, f"{FACTORS}.fields: expected an integer in [1, 32], got 33"),
+        (f"{FACTORS}.fields", 9, f"{FACTORS}.fields.8.name: expected a string, got no such"),
+        (f"{FACTORS}.fields", 5, "kernel malformed parameter factors: expected 24 bytes, got 48"),
+        (f"{FACTORS}.fields.0.kind", "struct", f"{FACTORS}.fields.0.kind: expected pointer, bool,"
+         " uint32 or float32, got struct"),
+        (f"{FACTORS}.fields.0.kind", "tensor_map", f"{FACTORS}.fields.0.kind: expected pointer, b"),
+        (f"{FACTORS}.fields.0.base", "host", f"{FACTORS}.fields.0.base: expected null, operand,"),
+        (f"{FACTORS}.fields.0.index", 3, f"{FACTORS}.fields.0.index: expected an index of 3 ope"),
+        (f"{FACTORS}.fields.0.offset", 2049, f"{LAUNCH} argument factors field scales: expected"
+         " offset and extent inside the 2048 bytes of operand 1, got offset 2049 and extent 0"),
+        (f"{FACTORS}.fields.6.offset", 4097, f"{LAUNCH} argument factors field rows: expected"
+         " offset and extent inside the 4096 bytes of the symmetric buffer, got offset 4097"),
+        (f"{FACTORS}.fields.1.value", -1, f"{FACTORS}.fields.1.value: expected an integer in [0"),
+        (f"{FACTORS}.fields.2.value", 1, f"{FACTORS}.fields.2.value: expected a bool, got an att"),
+        (f"{FACTORS}.fields.3.value", 1e39, f"{FACTORS}.fields.3.value: expected a number that a"),
         (f"{WEIGHTS}.offset", 16, f"{LAUNCH} argument weights: expected offset and extent inside"
          " the 2048 bytes of operand 1, got offset 16 and extent 2048"),
         (f"{WEIGHTS}.dims", i64(1 << 32, 1 << 32, 1 << 32, 1 << 32), f"{LAUNCH} argument weights:"

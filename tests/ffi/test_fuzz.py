@@ -156,6 +156,18 @@ def extent(a: Mapping[str, Any], path: str) -> int:
 def check_inside(a: Mapping[str, Any], sizes: Mapping[str, list[int]]) -> None:
     """What a plan that was launched touches lies in its arrays: C++'s check, restated."""
     touched: list[tuple[str, int]] = []
+
+    def visit(path: str) -> None:
+        """An argument, or a field of one."""
+        kind = a[f"{path}.kind"]
+        if kind == "symmetric_buffer":
+            assert a["buffer_key"]
+        elif kind == "struct":
+            for index in range(a[f"{path}.fields"]):
+                visit(f"{path}.fields.{index}")
+        elif kind == "tensor_map" or (kind == "pointer" and a[f"{path}.base"] != "null"):
+            touched.append((path, extent(a, path) if kind == "tensor_map" else 0))
+
     for step in range(a["steps"]):
         path = f"steps.{step}"
         if a[f"{path}.kind"] == "fill":
@@ -163,12 +175,7 @@ def check_inside(a: Mapping[str, Any], sizes: Mapping[str, list[int]]) -> None:
             continue
         assert 0 <= a[f"{path}.kernel"] < a["kernels"]
         for index in range(a[f"{path}.arguments"]):
-            argument = f"{path}.arguments.{index}"
-            kind = a[f"{argument}.kind"]
-            if kind == "symmetric_buffer":
-                assert a["buffer_key"]
-            elif kind == "tensor_map" or (kind == "pointer" and a[f"{argument}.base"] != "null"):
-                touched.append((argument, extent(a, argument) if kind == "tensor_map" else 0))
+            visit(f"{path}.arguments.{index}")
     for path, num_bytes in touched:
         base, offset = a[f"{path}.base"], a[f"{path}.offset"]
         assert base != SYMMETRIC_BUFFER or a["buffer_key"]

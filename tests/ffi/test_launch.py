@@ -80,8 +80,12 @@ def test_launches_what_the_plan_says(driver: RecordingDriver, num_ranks: int) ->
         assert (launch["grid"], launch["block"]) == ([132, 1, 1], [384, 1, 1])
         assert launch["smem"] == 200_000
         assert launch["launch_attrs"] == [[4, [2, 1, 1]], [6, 1]]
-        _, stats, tokens, scale, symmetric, acts, weights, _, fast = launch["parameters"]
+        _, stats, tokens, scale, symmetric, acts, weights, _, fast, factors = launch["parameters"]
         assert bytes.fromhex(fast) == b"\1"
+        rows = BASE + rank * STRIDE + 2048
+        values = struct.pack("<I?3xffQQI4x", 3_000_000_000, True, 0.5, -2.0, 0, rows, 7)
+        assert bytes.fromhex(factors[16:]) == values
+        assert u64(factors[:16]) == weights["base"] + 16
         assert stats == "00" * 8
         assert bytes.fromhex(tokens) == struct.pack("<I", 4_000_000_000)
         assert bytes.fromhex(scale) == struct.pack("<f", 0.1)
@@ -241,7 +245,8 @@ def test_without_xla_ranks_share_a_device(driver: RecordingDriver) -> None:
         module.unregister_symmetric_buffer(keys[rank], 0)
     for rank, launch in enumerate(driver.launches()):
         assert (launch["device"], launch["stream"]) == (0, 77 + rank)
-        y, *_, symmetric, acts, weights, table, _ = launch["parameters"]
+        y, *_, symmetric, acts, weights, table, _, factors = launch["parameters"]
+        assert (u64(factors[:16]), u64(factors[64:80])) == (BASE * 3 + 16, bases[rank] + 2048)
         assert (u64(y), u64(table)) == (BASE * 5 + 64, BASE * 4 + 4)
         assert (acts["base"], weights["base"]) == (bases[rank] + 1024, BASE * 3)
         assert struct.unpack("<Qqq", bytes.fromhex(symmetric)[:24]) == (

@@ -34,7 +34,7 @@ std::atomic<long> faults{0};
 
 using Integers = std::vector<int64_t>;
 
-// A fill of the buffer and a launch with a pointer, the buffer and a tensor map of it.
+// A fill of the buffer and a launch with a pointer, the buffer, a tensor map of it and a struct.
 LaunchPlan Plan(const std::string& buffer, const std::string& kernel, int64_t shared_memory) {
   const std::string a = "steps.1.arguments.";
   const Attributes attributes({
@@ -59,7 +59,7 @@ LaunchPlan Plan(const std::string& buffer, const std::string& kernel, int64_t sh
       {"steps.1.cluster", Integers{2, 1, 1}},
       {"steps.1.smem", shared_memory},
       {"steps.1.programmatic_serialization", true},
-      {"steps.1.arguments", int64_t{3}},
+      {"steps.1.arguments", int64_t{4}},
       {a + "0.name", std::string("x")},
       {a + "0.kind", std::string("pointer")},
       {a + "0.base", std::string("operand")},
@@ -80,6 +80,16 @@ LaunchPlan Plan(const std::string& buffer, const std::string& kernel, int64_t sh
       {a + "2.swizzle", int64_t{3}},
       {a + "2.l2_promotion", int64_t{0}},
       {a + "2.oob_fill", int64_t{0}},
+      {a + "3.name", std::string("factors")},
+      {a + "3.kind", std::string("struct")},
+      {a + "3.fields", int64_t{2}},
+      {a + "3.fields.0.name", std::string("count")},
+      {a + "3.fields.0.kind", std::string("uint32")},
+      {a + "3.fields.0.value", int64_t{7}},
+      {a + "3.fields.1.name", std::string("rows")},
+      {a + "3.fields.1.kind", std::string("pointer")},
+      {a + "3.fields.1.base", std::string("symmetric_buffer")},
+      {a + "3.fields.1.offset", int64_t{2048}},
   });
   return DecodeLaunchPlan(attributes.dictionary());
 }
@@ -151,7 +161,7 @@ void Round(int round) {
 }
 
 int Main(int rounds) {
-  Cubins::Get().SetProvider([](const std::string& spec) { return spec + " 8 592 128"; });
+  Cubins::Get().SetProvider([](const std::string& spec) { return spec + " 8 592 128 16"; });
   for (int device = 0; device < kDevices; ++device) Register(kSteady, device);
   for (int round = 0; round < rounds; ++round) Round(round);
   for (int device = 0; device < kDevices; ++device) {

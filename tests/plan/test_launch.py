@@ -5,12 +5,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import FAMILIES, every_launch, example, launch_of, problems
 
+from jax_megamoe.plan.kernel import KernelSpec, LaunchConfig
 from jax_megamoe.plan.launch import (
+    Bool,
     Float32,
+    KernelLaunch,
     Pointer,
+    Struct,
     SymmetricBuffer,
     TensorMap,
     Uint32,
+    field_offsets,
     parameter_block,
 )
 from jax_megamoe.plan.tensor_map import (
@@ -60,6 +65,20 @@ def test_parameter_block(name):
         assert (base + offset) % alignment == 0
         end = offset + size
     assert len(launch.kernel.parameter_types) == len(launch.arguments)
+
+
+def test_fields_of_a_struct_lie_as_in_c():
+    flag, number, factor = Bool("flag", True), Uint32("number", 7), Float32("factor", 0.5)
+    pointer = Pointer("pointer", None)
+    whole = Struct("whole", (pointer, number, flag, factor, flag, pointer, flag))
+    small = Struct("small", (flag, number, flag))
+    assert field_offsets(whole) == (0, 8, 12, 16, 20, 24, 32)
+    assert field_offsets(small) == (0, 4, 8)
+    kernel = KernelSpec("sgl", "sm_100f", "kernel.cuh", "kernel", (), ())
+    arguments = (flag, small, flag, whole, flag, Struct("flags", (flag, flag)))
+    launch = KernelLaunch(kernel, LaunchConfig((1, 1, 1), (32, 1, 1)), arguments)
+    # A struct ends at a multiple of its own alignment.
+    assert parameter_block(launch) == ((0, 1), (4, 12), (16, 1), (24, 40), (64, 1), (65, 2))
 
 
 @settings(deadline=None)
