@@ -1,7 +1,5 @@
 """Decoders of `benchmarks/gpu/random_decoder.py` on CPU devices that stand for H200s."""
 
-import importlib.util
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +10,7 @@ import emulation as emulated_devices
 import jax
 import pytest
 from emulation import Emulation
+from scripts import load_script
 
 from jax_megamoe.launch import grouped
 from jax_megamoe.plan.launch import KernelLaunch
@@ -25,21 +24,12 @@ EXPERTS = dict(
 
 
 @pytest.fixture
-def scripts(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
-    found = {}
-    for folder, name in (
-        ("examples", "generate"),
-        ("benchmarks/gpu", "workload"),
-        ("benchmarks/gpu", "step_trace"),
-        ("benchmarks/gpu", "random_decoder"),
-        ("benchmarks/gpu", "decoder"),
-    ):
-        spec = importlib.util.spec_from_file_location(name, ROOT / folder / f"{name}.py")
-        assert spec is not None and spec.loader is not None
-        found[name] = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, name, found[name])
-        spec.loader.exec_module(found[name])
-    return found
+def scripts() -> dict[str, ModuleType]:
+    """Each after those that it imports."""
+    names = "workload", "step_trace", "random_decoder", "decoder"
+    paths = [ROOT / "examples/generate.py"]
+    paths += [ROOT / f"benchmarks/gpu/{name}.py" for name in names]
+    return {path.stem: load_script(path) for path in paths}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """`benchmarks/gpu/grouped.py --gpt-oss` on CPU devices that stand for H200s, computing nothing."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ import emulation as emulated_devices
 import jax
 import pytest
 from emulation import Emulation
+from scripts import load_script
 
 from jax_megamoe.launch import grouped
 from jax_megamoe.plan.grouped.layer import plan_grouped
@@ -26,13 +26,7 @@ def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     for folder in ("tests/gpu", "benchmarks/gpu"):
         monkeypatch.syspath_prepend(str(ROOT / folder))
     monkeypatch.delitem(sys.modules, "checks", raising=False)
-    path = ROOT / "benchmarks/gpu/grouped.py"
-    spec = importlib.util.spec_from_file_location("grouped_script", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "grouped_script", module)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(ROOT / "benchmarks/gpu/grouped.py")
 
 
 def test_rows_of_gpt_oss(
