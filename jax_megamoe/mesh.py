@@ -1,4 +1,4 @@
-"""Mesh axes: their names, and arrays over Explicit and manual axes."""
+"""Mesh axes: their names, and arrays over Explicit and manual axes; the devices of a mesh."""
 
 import math
 from collections.abc import Callable
@@ -17,6 +17,20 @@ Axis = str | tuple[str, ...]
 def axis_names(axis: Axis | None) -> tuple[str, ...]:
     """The names of one axis, of several, or of none."""
     return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+def default_device() -> jax.Device:
+    """The device of calls without an axis, where the arrays name none."""
+    chosen: jax.Device | str | None = getattr(jax.config, "jax_default_device")
+    if isinstance(chosen, jax.Device):
+        return chosen
+    return jax.local_devices(backend=chosen)[0]
+
+
+def device_of(mesh: Mesh | AbstractMesh | None) -> jax.Device:
+    """A device of a mesh, whose devices are of one kind; without a mesh, or inside a trace, which
+    has no devices, the default one."""
+    return mesh.devices.flat[0] if isinstance(mesh, Mesh) else default_device()
 
 
 def has_explicit_axes(mesh: Mesh | AbstractMesh) -> bool:

@@ -14,6 +14,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_megamoe as mm
+from jax_megamoe.mesh import default_device, device_of
+from jax_megamoe.nn import storage
 
 TOKENS = 32
 KINDS = pytest.mark.parametrize(
@@ -165,6 +167,29 @@ def test_routers_of_split_tokens(groups: int, kind: AxisType) -> None:
     x = jnp.asarray(rng.standard_normal((TOKENS, 256)), jnp.bfloat16)
     want = jax.jit(lambda x: mm.route(x, params, router))(x)
     check(lambda x: mm.route(x, params, router), [split(x, mesh)], want, mesh)
+
+
+def test_the_default_device_is_jaxs() -> None:
+    """Of calls, layers and formats alike; an abstract mesh has none of its own."""
+    devices = jax.devices()
+    mesh = Mesh(np.array(devices[3:5]), ("ep",))
+    for named, device in ((devices[5], devices[5]), ("cpu", devices[0]), (None, devices[0])):
+        with jax.default_device(named):
+            assert default_device() is device
+            assert device_of(None) is device_of(mesh.abstract_mesh) is device
+            assert device_of(mesh) is devices[3]
+
+
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_a_layers_recipe_is_of_its_device(
+    ranks: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices, asked = jax.devices(), []
+    mesh = None if ranks is None else Mesh(np.array(devices[3 : 3 + ranks]), ("ep",))
+    monkeypatch.setattr(storage, "in_recipe_with_kernel", lambda *args: asked.append(args[1:]))
+    with jax.default_device(devices[5]):
+        storage.config_in_place(cases.config("mxfp4"), mesh, mesh and "ep", False)
+    assert asked == [(devices[5], 1) if ranks is None else (devices[3], ranks)]
 
 
 @KINDS

@@ -24,7 +24,7 @@ from jax_megamoe.launch.runnable import (
     log_unfused,
     unfused,
 )
-from jax_megamoe.mesh import Axis, axis_names
+from jax_megamoe.mesh import Axis, axis_names, default_device
 from jax_megamoe.plan import families, plan_mega_moe
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.kernel_family import KernelFamily
@@ -254,14 +254,6 @@ def _allocated_key(name: str) -> str | Refusal:
         got, hint = "None", f"{hint}, or call {call} once before"
     expected = "the mesh of the shard_map around this call"
     return unfit("mesh", expected, got, hint)
-
-
-def default_device() -> jax.Device:
-    """The device of calls without an axis, where the arrays name none."""
-    chosen: jax.Device | str | None = getattr(jax.config, "jax_default_device")
-    if isinstance(chosen, jax.Device):
-        return chosen
-    return jax.local_devices(backend=chosen)[0]
 
 
 def matrix_operands(weights: ExpertWeights, *, fuses_shared: bool) -> dict[str, Array]:

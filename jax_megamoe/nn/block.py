@@ -16,7 +16,7 @@ from jaxtyping import Array, BFloat16, Bool, Int32
 from jax_megamoe import _checks
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.formats import WeightFormat
-from jax_megamoe.mesh import Axis, current_mesh, reshape_rows
+from jax_megamoe.mesh import Axis, current_mesh, device_of, reshape_rows
 from jax_megamoe.nn import storage
 from jax_megamoe.nn.block_checks import (
     check_block_sizes,
@@ -184,8 +184,9 @@ class MegaMoEBlock(nnx.Module):
         """
         raw = read_hf_config(hf_config)
         spec = block_spec(raw, layer_index)
-        device = None if mesh is None else mesh.devices.flat[0]
-        form = weight_format or storage.format_of_layer(raw, spec.prefix, layer_index, device)
+        form = weight_format or storage.format_of_layer(
+            raw, spec.prefix, layer_index, device_of(mesh)
+        )
         experts = storage.config_of_spec(spec, form, max_num_tokens, **config)
         keep, hidden = weight_format is not None, spec.hidden_size * spec.has_expert_biases
         make = partial(

@@ -8,6 +8,7 @@ from typing import Any
 from flax import nnx
 
 from jax_megamoe import _checks
+from jax_megamoe.mesh import device_of
 from jax_megamoe.nn import storage
 from jax_megamoe.nn.block_checks import check_biases, check_kind, concrete_mesh
 from jax_megamoe.nn.layer import MegaMoE
@@ -119,8 +120,7 @@ def _as_stored(
     if block.storage is not None and block.storage.decides_format:
         scheme = tensors.stored_scheme(quantization_config, block.storage.quantization_config)
         if scheme != own and not (scheme == "fp8_block" and own == "mxfp8"):
-            device = None if mesh is None else mesh.devices.flat[0]
-            form = format_of(scheme, device, f"{tensors.prefix}.experts")
+            form = format_of(scheme, device_of(mesh), f"{tensors.prefix}.experts")
     has_shared = shared is not None or block.config.num_shared_experts > 0
     stored = tensors.shared_scheme() if has_shared else None
     if form.name == own and stored == block.shared_stored:

@@ -10,14 +10,14 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.formats import GROUPED_LAYOUTS, WeightFormat
-from jax_megamoe.launch import deep_gemm, grouped
+from jax_megamoe.launch import grouped
 from jax_megamoe.launch.runnable import (
     config_that_folds,
     in_recipe_with_kernel,
     runnable_layout,
     supported,
 )
-from jax_megamoe.mesh import Axis, axis_names
+from jax_megamoe.mesh import Axis, axis_names, device_of
 from jax_megamoe.nn.hf_config import BlockSpec
 from jax_megamoe.op.mega_moe import PORTABLE
 from jax_megamoe.op.transforms import place_of
@@ -79,7 +79,7 @@ def shared_scheme(hf_config: Fields, prefix: str, layer_index: int | None) -> st
 
 
 def format_of_layer(
-    hf_config: Fields, prefix: str, layer_index: int | None, device: jax.Device | None
+    hf_config: Fields, prefix: str, layer_index: int | None, device: jax.Device
 ) -> WeightFormat:
     """`select_format` before a checkpoint is seen, its names taken to be the family's own.
 
@@ -135,9 +135,8 @@ def config_in_place(
 
 def _where(mesh: Mesh | None, axis: Axis | None) -> tuple[jax.Device, int]:
     """A device of a layer, and its ranks."""
-    if mesh is None:
-        return jax.devices()[0], 1
-    return mesh.devices.flat[0], math.prod(mesh.shape[name] for name in axis_names(axis))
+    sizes = () if mesh is None else (mesh.shape[name] for name in axis_names(axis))
+    return device_of(mesh), math.prod(sizes)
 
 
 def config_of_model(
@@ -199,8 +198,7 @@ def layout_here(
     """The layout that parameters of `layout` get in a layer on this machine."""
     if implementation in PORTABLE or (implementation is None and layout in GROUPED_LAYOUTS):
         return layout
-    is_real = isinstance(mesh, Mesh)
-    device = mesh.devices.flat[0] if is_real else deep_gemm.default_device()
+    device = device_of(mesh)
     # An axis without a mesh is one of the caller's shard_map, which will say how many ranks it has.
     is_known = mesh is not None or axis is None
     num_ranks = place_of(config, mesh, axis).num_ranks if is_known else None

@@ -17,7 +17,7 @@ from jax_megamoe import _checks, symmetric_memory
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.formats import GROUPED_LAYOUTS
 from jax_megamoe.launch import deep_gemm, grouped, measured
-from jax_megamoe.mesh import explicit_mesh, gathered
+from jax_megamoe.mesh import default_device, device_of, explicit_mesh, gathered
 from jax_megamoe.op.shardings import check_num_tokens, check_shardings, say_what_is_unseen
 from jax_megamoe.op.transforms import (
     Axis,
@@ -360,7 +360,7 @@ def _route(
     place = call.place
     if place.axis is None:
         concrete = isinstance(x, jax.Array) and not isinstance(x, Tracer)
-        devices = x.devices() if concrete else {deep_gemm.default_device()}
+        devices = x.devices() if concrete else {default_device()}
         groups = [[device] for device in sorted(devices, key=lambda device: device.id)]
     elif isinstance(place.mesh, Mesh):
         groups = symmetric_memory.groups_of(place.mesh, place.axis)
@@ -381,9 +381,7 @@ def _device(place: Place, x: Any) -> jax.Device:
     """One of the devices of a call; they are of one kind."""
     if place.axis is None and isinstance(x, jax.Array) and not isinstance(x, Tracer):
         return min(x.devices(), key=lambda device: device.id)
-    if isinstance(place.mesh, Mesh):
-        return place.mesh.devices.flat[0]
-    return deep_gemm.default_device()
+    return device_of(place.mesh)
 
 
 def _grouped_route(call: Call, weights: ExpertWeights, x: Any) -> grouped.GroupedRoute | Refusal:

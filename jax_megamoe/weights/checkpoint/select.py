@@ -10,6 +10,7 @@ import jax
 
 from jax_megamoe import _checks
 from jax_megamoe.formats import WEIGHT_FORMATS, WeightFormat, as_weight_format
+from jax_megamoe.mesh import default_device
 from jax_megamoe.weights.checkpoint.dialects import MAX_EXPERTS, Dialect
 from jax_megamoe.weights.checkpoint.families import GateUpOrder, gate_up_order
 from jax_megamoe.weights.checkpoint.fields import Fields, read_fields
@@ -90,7 +91,7 @@ def format_of(scheme: Scheme, device: jax.Device | None = None, prefix: str = ""
     if scheme == "fp8":
         raise _not_run("quantization_config", "FP8 under scales of another grid than 128x128")
     if scheme == "fp8_block":
-        target = jax.devices()[0] if device is None else device
+        target = default_device() if device is None else device
         capability = str(getattr(target, "compute_capability", ""))
         on_hopper = capability.startswith("9.")
         scheme = runs_as(scheme, on_hopper=on_hopper)
