@@ -1,7 +1,7 @@
 """`mega_moe`: check the arguments, choose an implementation, call it."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, Literal, overload
 
@@ -17,7 +17,7 @@ from jax_megamoe import _checks, symmetric_memory
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.formats import GROUPED_LAYOUTS
 from jax_megamoe.launch import deep_gemm, grouped, measured
-from jax_megamoe.mesh import default_device, device_of, explicit_mesh, gathered
+from jax_megamoe.mesh import device_of, explicit_mesh, gathered
 from jax_megamoe.op.shardings import check_num_tokens, check_shardings, say_what_is_unseen
 from jax_megamoe.op.transforms import (
     Axis,
@@ -310,20 +310,23 @@ def _choose(
     if is_symbolic:
         expected = "xla or reference for a symbolic number of tokens: launches are planned by it"
         raise NotImplementedError(_checks.message("implementation", expected, implementation))
+    devices = _devices(place, x)
     by_layout = implementation is None and (
         weights.layout in GROUPED_LAYOUTS
-        or grouped.stands_in(config, _device(place, x), weights, place.num_ranks)
+        or grouped.stands_in(config, devices[0], weights, place.num_ranks)
     )
     if implementation is None:
         kernel = GROUPED if by_layout else "deep_gemm"
-        fastest = _measured(call, x, (kernel, "xla"))
+        fastest = _measured(call, x, devices[0].device_kind, (kernel, "xla"))
         if fastest == "xla":
             _log_measured(config, kernel)
             return call
     if by_layout or implementation == GROUPED:
-        route = _grouped_route(call, weights, x)
+        route = grouped.try_route(
+            config, devices[0], weights, num_tokens=x.shape[0], num_ranks=place.num_ranks
+        )
     else:
-        route = _route(call, weights, x, implementation)
+        route = _route(call, weights, x, devices, implementation)
     if not isinstance(route, Refusal):
         return call._replace(implementation=route.implementation, route=route)
     if implementation is not None:
@@ -332,11 +335,19 @@ def _choose(
     return call
 
 
-def _measured(call: Call, x: Any, able: tuple[str, ...]) -> str | None:
-    """The implementation that was fastest for a call's recipe, ranks and tokens, see `measured`."""
+def _devices(place: Place, x: Any) -> list[jax.Device]:
+    """Those that a call without an axis runs on, each for itself; of another call, one. They are of
+    one kind."""
+    if place.axis is None and isinstance(x, jax.Array) and not isinstance(x, Tracer):
+        return sorted(x.devices(), key=lambda device: device.id)
+    return [device_of(place.mesh)]
+
+
+def _measured(call: Call, x: Any, kind: str, able: tuple[str, ...]) -> str | None:
+    """The implementation that was fastest on this kind of device for a call's recipe, ranks and
+    tokens, see `measured`."""
     place = call.place
     num_tokens = place.rows_of_rank(x.shape[0])
-    kind = _device(place, x).device_kind
     recipe, ranks = call.config.recipe.name, place.num_ranks
     return measured.fastest(measured.table(), kind, recipe, ranks, num_tokens, able)
 
@@ -355,13 +366,15 @@ def _log_fallback(config: MoEConfig, reason: str) -> None:
 
 
 def _route(
-    call: Call, weights: ExpertWeights, x: Any, implementation: str | None
+    call: Call,
+    weights: ExpertWeights,
+    x: Any,
+    devices: Sequence[jax.Device],
+    implementation: str | None,
 ) -> deep_gemm.Route | Refusal:
     place = call.place
     if place.axis is None:
-        concrete = isinstance(x, jax.Array) and not isinstance(x, Tracer)
-        devices = x.devices() if concrete else {default_device()}
-        groups = [[device] for device in sorted(devices, key=lambda device: device.id)]
+        groups = [[device] for device in devices]
     elif isinstance(place.mesh, Mesh):
         groups = symmetric_memory.groups_of(place.mesh, place.axis)
     else:
@@ -374,18 +387,4 @@ def _route(
         weights=weights,
         num_tokens=place.rows_of_rank(x.shape[0]),
         implementation=implementation,
-    )
-
-
-def _device(place: Place, x: Any) -> jax.Device:
-    """One of the devices of a call; they are of one kind."""
-    if place.axis is None and isinstance(x, jax.Array) and not isinstance(x, Tracer):
-        return min(x.devices(), key=lambda device: device.id)
-    return device_of(place.mesh)
-
-
-def _grouped_route(call: Call, weights: ExpertWeights, x: Any) -> grouped.GroupedRoute | Refusal:
-    place, device = call.place, _device(call.place, x)
-    return grouped.try_route(
-        call.config, device, weights, num_tokens=x.shape[0], num_ranks=place.num_ranks
     )

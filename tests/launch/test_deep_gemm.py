@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jax_megamoe as mm
 from jax_megamoe.launch import deep_gemm
 from jax_megamoe.launch.factors import FACTORS
+from jax_megamoe.op import mega_moe as op
 from jax_megamoe.plan.launch import KernelLaunch
 from jax_megamoe.runtime import extension
 
@@ -152,6 +153,26 @@ def test_traced_arrays_run_on_the_default_device(emulation: Emulation) -> None:
         with jax.default_device(device):
             jax.block_until_ready(jax.jit(partial(mm.mega_moe, config=cfg))(*arrays))
         assert buffers(emulation) == group(ordinal)
+
+
+@pytest.mark.parametrize(("implementation", "want"), [(None, [4]), ("deep_gemm", [4]), ("xla", [])])
+def test_a_call_looks_for_its_devices_once(
+    implementation: str | None,
+    want: list[int],
+    emulation: Emulation,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cfg, found, devices_of = config(), [], op._devices
+
+    def watched(*arguments: Any) -> list[jax.Device]:
+        found.extend(devices_of(*arguments))
+        return devices_of(*arguments)
+
+    monkeypatch.setattr(op, "_devices", watched)
+    arrays = jax.device_put((*cases.tokens(cfg, TOKENS), cases.weights(cfg)), jax.devices()[4])
+    jax.block_until_ready(mm.mega_moe(*arrays, config=cfg, implementation=implementation))
+    assert [device.id for device in found] == want
+    assert buffers(emulation) == group(*want)
 
 
 def test_configs_of_one_size_share_a_buffer(emulation: Emulation) -> None:
