@@ -75,11 +75,14 @@ def supported(
 def in_recipe_with_kernel(
     config: MoEConfig, device: jax.Device | DeviceSpec, num_ranks: int = 1
 ) -> MoEConfig:
-    """The config, or one of the same weights with other activations, where a kernel of the device
-    runs that and none its own recipe: MXFP4 and NVFP4 weights on Hopper.
+    """The config, or one of the same weights with other activations, where a fused kernel of the
+    device runs that and none its own recipe: MXFP4 and NVFP4 weights on Hopper.
 
     One line in the log says so. A config that names its activation format stays as it is, as does
     one with a fused shared expert.
+
+    `mxfp4_bf16` is never the result: it has no fused kernel, and `grouped` runs `mxfp4` wherever it
+    runs `mxfp4_bf16`. It costs time for tokens that are not rounded, which the user asks for.
 
     Args:
         config: the layer.

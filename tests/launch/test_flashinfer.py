@@ -11,7 +11,7 @@ import pytest
 from emulation import B200, H200, STAGING, Emulation, call, kernel_of, sym_buffer, u64
 
 import jax_megamoe as mm
-from jax_megamoe.launch import runnable
+from jax_megamoe.launch import grouped, runnable
 from jax_megamoe.launch.runnable import in_recipe_with_kernel
 from jax_megamoe.plan import plan_mega_moe
 from jax_megamoe.plan.device import DeviceSpec
@@ -134,6 +134,16 @@ def test_4_bit_weights_take_the_recipe_that_has_a_kernel(
     assert recipe_on(H200, "nvfp4") == "nvfp4_block"
     assert recipe_on(H200, "fp8_block") == "fp8_block"
     assert recipe_on(B200, "mxfp4") == "mxfp4"
+
+
+@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 103, 120])
+def test_bf16_tokens_are_asked_for(arch: int) -> None:
+    """They would give no device a kernel: `grouped` runs mxfp4 wherever it runs mxfp4_bf16."""
+    device = DeviceSpec(arch, 132)
+    assert recipe_on(device, "mxfp4") == ("mxfp4_block" if arch == 90 else "mxfp4")
+    assert recipe_on(device, "mxfp4_bf16") == "mxfp4_bf16"
+    layouts = [grouped.layout_of(config(form), arch) for form in ("mxfp4", "mxfp4_bf16")]
+    assert layouts == ["humming_bf16"] * 2
 
 
 def test_4_bit_weights_stay_where_no_kernel_runs_them() -> None:
