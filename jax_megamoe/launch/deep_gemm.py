@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, BFloat16, Bool, Float32, Int32
 
@@ -28,7 +27,7 @@ from jax_megamoe.mesh import Axis, axis_names, default_device
 from jax_megamoe.plan import families, plan_mega_moe
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.kernel_family import KernelFamily
-from jax_megamoe.plan.launch import KernelLaunch, LaunchPlan
+from jax_megamoe.plan.launch import LaunchPlan
 from jax_megamoe.plan.refusal import Refusal, unfit
 from jax_megamoe.plan.staging import Routing
 from jax_megamoe.plan.symmetric_buffer import BufferLayout
@@ -206,7 +205,7 @@ def try_route(
     if isinstance(key, Refusal):
         return key
     route = Route(spec, family.source, ranks, key, fuses, family.implementation)
-    build = partial(_build, route.plan(config, num_tokens)) if num_tokens else None
+    build = partial(launcher.build, route.plan(config, num_tokens)) if num_tokens else None
     try:
         if groups is not None and layout.num_bytes:
             told = partial(facts, routed, family.source)
@@ -234,13 +233,6 @@ def _buffer_key(
         return _allocated_key(name)
     ids = [[device.id for device in group] for group in groups]
     return name + hashlib.sha256(str(ids).encode()).hexdigest()[:16]
-
-
-def _build(plan: LaunchPlan) -> None:
-    """Has the kernels of a plan compiled, or read from the cache."""
-    for step in plan.steps:
-        if isinstance(step, KernelLaunch):
-            compiler.build(step.kernel)
 
 
 def _allocated_key(name: str) -> str | Refusal:
@@ -298,26 +290,18 @@ def moe(
     Returns:
         bfloat16 [T, H], and int32 [E] or None.
     """
-    operands = {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights}
+    operands = launcher.token_operands(x, topk_ids, topk_weights, padding_mask, eplb)
     operands |= matrix_operands(weights, fuses_shared=route.fuses_shared)
-    if padding_mask is not None:
-        operands["padding_mask"] = padding_mask
-    if eplb is not None:
-        operands["logical_to_physical"] = eplb.logical_to_physical
-        operands["num_replicas"] = eplb.num_replicas
     if config.weight_format.weight.has_global_scale:
         operands |= FACTORS[route.family(config).factors](weights, axis)
-    results = {"y": jax.ShapeDtypeStruct(x.shape, x.dtype)}
-    if with_stats:
-        operands["stats"] = jnp.zeros(weights.routed.w13_weight.shape[0], jnp.int32)
-        results["stats"] = jax.ShapeDtypeStruct(operands["stats"].shape, jnp.int32)
     routing = Routing(
         num_logical=config.logical_experts,
         padding_mask=padding_mask is not None,
         max_replicas=0 if eplb is None else eplb.logical_to_physical.shape[1],
     )
     plan = route.plan(config, x.shape[0], routing, with_stats=with_stats)
-    results |= {name: jax.ShapeDtypeStruct(*like) for name, *like in plan.scratch}
-    _build(plan)
-    out = launcher.launch(plan, operands, results, buffer_key=route.buffer_key, command_buffer=True)
+    counted = weights.routed.w13_weight.shape[0] if with_stats else 0
+    out = launcher.launch_layer(
+        plan, operands, counted_experts=counted, buffer_key=route.buffer_key
+    )
     return out["y"], out.get("stats")

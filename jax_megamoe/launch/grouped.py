@@ -19,7 +19,7 @@ from jax_megamoe.numerics import expert
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.grouped import layer, rules
 from jax_megamoe.plan.grouped.tiles import SHARED_MEMORY
-from jax_megamoe.plan.launch import KernelLaunch, LaunchPlan
+from jax_megamoe.plan.launch import LaunchPlan
 from jax_megamoe.plan.refusal import Refusal, missing, unfit
 from jax_megamoe.routing.replicas import ReplicaMap
 from jax_megamoe.runtime import extension
@@ -203,7 +203,7 @@ def try_route(
     room = SHARED_MEMORY[89] if spec.arch == 86 else 0
     route = GroupedRoute(rules.planned_arch(spec.arch), spec.num_sms, num_ranks, room)
     if num_tokens and num_ranks == 1:
-        _build(_described(config, route, weights, num_tokens))
+        launcher.build(layer.plan_grouped(_described(config, route, weights, num_tokens)))
     return route
 
 
@@ -293,22 +293,14 @@ def moe(
         bfloat16 [T, H], 0 for a token without experts, and int32 [E] or None.
     """
     described = _described(config, route, weights, x.shape[0])
-    operands = {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights}
-    if padding_mask is not None:
-        operands["padding_mask"] = padding_mask
-    replicas = 0
-    if eplb is not None:
-        operands["logical_to_physical"] = eplb.logical_to_physical
-        operands["num_replicas"] = eplb.num_replicas
-        replicas = eplb.logical_to_physical.shape[1]
     described = dataclasses.replace(
         described,
         padding_mask=padding_mask is not None,
-        max_replicas=replicas,
+        max_replicas=0 if eplb is None else eplb.logical_to_physical.shape[1],
         stats=with_stats,
     )
-    operands |= _parameters(weights, config, None)
-    out = launch_layer(described, operands)
+    operands = launcher.token_operands(x, topk_ids, topk_weights, padding_mask, eplb)
+    out = launch_layer(described, operands | _parameters(weights, config, None))
     return out["y"], out.get("stats")
 
 
@@ -337,7 +329,7 @@ def rows(
     )
     if described.weighs_in_combine:
         row_weights = jnp.ones_like(row_weights)
-    operands = {"x": x, "topk_ids": expert_ids[:, None], "topk_weights": row_weights[:, None]}
+    operands = launcher.token_operands(x, expert_ids[:, None], row_weights[:, None])
     return launch_layer(described, operands | _parameters(weights, config, axis))["y"]
 
 
@@ -354,23 +346,5 @@ def _parameters(weights: ExpertWeights, config: MoEConfig, axis: Axis | None) ->
 
 def launch_layer(described: layer.GroupedLayer, operands: Mapping[str, Array]) -> dict[str, Array]:
     """One call by its operands; the plan's scratch is among the results."""
-    plan = layer.plan_grouped(described)
-    _build_plan(plan)
-    x = operands["x"]
-    results = {"y": jax.ShapeDtypeStruct(x.shape, x.dtype)}
-    if described.stats:
-        operands = {**operands, "stats": jnp.zeros(described.num_experts, jnp.int32)}
-        results["stats"] = jax.ShapeDtypeStruct((described.num_experts,), jnp.int32)
-    results |= {name: jax.ShapeDtypeStruct(*like) for name, *like in plan.scratch}
-    return launcher.launch(plan, operands, results, command_buffer=True)
-
-
-def _build(described: layer.GroupedLayer) -> None:
-    _build_plan(layer.plan_grouped(described))
-
-
-def _build_plan(plan: LaunchPlan) -> None:
-    """Has the kernels of a plan compiled, or read from the cache."""
-    for step in plan.steps:
-        if isinstance(step, KernelLaunch):
-            compiler.build(step.kernel)
+    counted = described.num_experts if described.stats else 0
+    return launcher.launch_layer(layer.plan_grouped(described), operands, counted_experts=counted)

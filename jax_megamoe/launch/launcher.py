@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jax_megamoe import compile as compiler
 from jax_megamoe._checks import message
 from jax_megamoe.mesh import vary, varying_axes
 from jax_megamoe.plan.kernel import KernelSpec
@@ -32,6 +34,7 @@ from jax_megamoe.plan.launch import (
 )
 from jax_megamoe.plan.operand import SYMMETRIC_BUFFER, Operand
 from jax_megamoe.plan.tensor_map import TensorMapSpec
+from jax_megamoe.routing.replicas import ReplicaMap
 from jax_megamoe.runtime import extension
 
 Attribute = int | float | bool | str | np.ndarray
@@ -81,6 +84,58 @@ def launch(
     axes: frozenset[str] = frozenset().union(*varying)
     outputs = call(*(vary(array, axes) for array in arrays.values()), **attributes)
     return {name: vary(y, axes) for name, y in zip(result_names, outputs, strict=True)}
+
+
+def build(plan: LaunchPlan) -> None:
+    """Has the kernels of a plan compiled, or read from the cache."""
+    for step in plan.steps:
+        if isinstance(step, KernelLaunch):
+            compiler.build(step.kernel)
+
+
+def token_operands(
+    x: jax.Array,
+    topk_ids: jax.Array,
+    topk_weights: jax.Array,
+    padding_mask: jax.Array | None = None,
+    eplb: ReplicaMap | None = None,
+) -> dict[str, jax.Array]:
+    """What a layer's call has beside its parameters, by operand of a plan."""
+    operands = {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights}
+    if padding_mask is not None:
+        operands["padding_mask"] = padding_mask
+    if eplb is not None:
+        operands["logical_to_physical"] = eplb.logical_to_physical
+        operands["num_replicas"] = eplb.num_replicas
+    return operands
+
+
+def launch_layer(
+    plan: LaunchPlan,
+    operands: Mapping[str, jax.Array],
+    *,
+    counted_experts: int = 0,
+    buffer_key: str = "",
+) -> dict[str, jax.Array]:
+    """`launch` of a layer's call, which XLA may capture; its kernels are compiled first.
+
+    Args:
+        plan: what to launch.
+        operands: `token_operands` and parameters.
+        counted_experts: experts whose tokens are counted; 0: none are.
+        buffer_key: as of `launch`.
+
+    Returns:
+        ``y``, like ``x``; int32 [E] ``stats`` where experts are counted; the plan's scratch.
+    """
+    build(plan)
+    x = operands["x"]
+    results = {"y": jax.ShapeDtypeStruct(x.shape, x.dtype)}
+    if counted_experts:
+        operands = {**operands, "stats": jnp.zeros(counted_experts, jnp.int32)}
+        results["stats"] = jax.ShapeDtypeStruct((counted_experts,), jnp.int32)
+    results |= {name: jax.ShapeDtypeStruct(*like) for name, *like in plan.scratch}
+    return launch(plan, operands, results, buffer_key=buffer_key, command_buffer=True)
 
 
 def program(

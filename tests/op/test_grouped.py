@@ -37,7 +37,7 @@ def hopper(monkeypatch) -> list[GroupedLayer]:
 
     monkeypatch.setattr(grouped, "spec_of", lambda *_: DeviceSpec(90, 132))
     monkeypatch.setattr(grouped.compiler, "find_source", lambda _: SimpleNamespace())
-    monkeypatch.setattr(grouped, "_build", lambda _: None)
+    monkeypatch.setattr(grouped.launcher, "build", lambda _: None)
     monkeypatch.setattr(grouped, "launch_layer", launch)
     return launched
 
