@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -107,16 +107,9 @@ def test_threads_share_one_compilation_even_without_a_folder(tmp_path, monkeypat
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("JAX_MEGAMOE_CACHE", str(tmp_path / "file" / "cache"))
     compiler = FakeCompiler(tmp_path / "calls", seconds=0.1)
-    got = []
-    threads = [
-        threading.Thread(target=lambda: got.append(build(SPEC, compiler=compiler)))
-        for _ in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert got == [CUBIN] * 8
+    with ThreadPoolExecutor(8) as pool:
+        got = [pool.submit(lambda: build(SPEC, compiler=compiler)) for _ in range(8)]
+    assert [each.result() for each in got] == [CUBIN] * 8
     assert compiler.num_calls == 1
 
 

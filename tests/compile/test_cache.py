@@ -5,8 +5,8 @@ import itertools
 import json
 import logging
 import os
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -78,16 +78,9 @@ def test_damaged_entry_is_rebuilt_and_never_used(cache, damage):
 
 def test_threads_share_one_build(cache):
     build = Builder(seconds=0.1)
-    got = []
-    threads = [
-        threading.Thread(target=lambda: got.append(KernelCache(cache.folder).get(KEY, build)))
-        for _ in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert got == [CUBIN] * 8
+    with ThreadPoolExecutor(8) as pool:
+        got = [pool.submit(lambda: KernelCache(cache.folder).get(KEY, build)) for _ in range(8)]
+    assert [each.result() for each in got] == [CUBIN] * 8
     assert build.calls == 1
 
 

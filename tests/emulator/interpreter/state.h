@@ -47,6 +47,12 @@ struct CopyGroups {
     ++group.unwritten;
     return open;
   }
+  // Closes the open group; one without copies is done at once.
+  void Commit() {
+    Open();
+    committed.push_back(std::move(open));
+    open = nullptr;
+  }
 };
 
 struct Warp {

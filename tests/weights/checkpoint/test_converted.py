@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import cases
 import checkpoint_files as files
 import jax
 import numpy as np
@@ -27,10 +28,6 @@ def make_config(form: str = "mxfp4", **changes: Any) -> MoEConfig:
     return files.make_config(form, E, H, INTER, **changes)
 
 
-def mesh_of(ranks: int) -> Mesh:
-    return Mesh(np.array(jax.devices()[:ranks]), ("ep",))
-
-
 def made(rng: np.random.Generator, config: ExpertSpec, **kwargs: Any) -> ExpertWeights:
     tensors = files.per_expert(FORMATS[config.weight_format.name](rng, E, H, INTER))
     parent = PREFIX.removesuffix("experts")
@@ -51,7 +48,7 @@ def test_saved_is_loaded(tmp_path: Path, rng: np.random.Generator, form: str) ->
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
     assert_same(load_converted(path, config), weights)
     for ranks in (2, 8):
-        mesh = mesh_of(ranks)
+        mesh = cases.ep_mesh(ranks)
         sharded = load_converted(str(path), config, mesh=mesh, axis="ep")
         assert_same(sharded, weights)
         assert len(sharded.routed.w2_weight.addressable_shards) == ranks
@@ -67,7 +64,7 @@ def test_parameters_are_copies(tmp_path: Path, rng: np.random.Generator, ranks: 
     path = tmp_path / "experts.safetensors"
     weights = made(rng, config)
     save_experts(path, config, weights)
-    loaded = load_converted(path, config, mesh=mesh_of(ranks), axis="ep")
+    loaded = load_converted(path, config, mesh=cases.ep_mesh(ranks), axis="ep")
     size = path.stat().st_size
     with path.open("r+b") as file:
         file.write(bytes(size))

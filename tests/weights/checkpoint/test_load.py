@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import cases
 import checkpoint_files as files
 import jax
 import jax.numpy as jnp
@@ -25,10 +26,6 @@ def make_config(form: str = "mxfp4", **changes: Any) -> MoEConfig:
     return files.make_config(form, E, H, INTER, **changes)
 
 
-def mesh_of(ranks: int) -> Mesh:
-    return Mesh(np.array(jax.devices()[:ranks]), ("ep",))
-
-
 def load(checkpoint: Any, config: MoEConfig, **kwargs: Any) -> ExpertWeights:
     return load_experts(config, checkpoint, prefix=PREFIX, progress=False, **kwargs)
 
@@ -39,7 +36,7 @@ def test_ranks_hold_the_same_experts(tmp_path: Path, rng: np.random.Generator, f
     folder = files.write_folder(tmp_path / "m", files.per_expert(FORMATS[form](rng, E, H, INTER)))
     one = load(folder, config)
     for ranks in (1, 2, 4, 8):
-        mesh = mesh_of(ranks)
+        mesh = cases.ep_mesh(ranks)
         sharded = load(folder, config, mesh=mesh, axis="ep")
         assert_same(one, sharded)
         for array in sharded.arrays().values():
@@ -84,7 +81,7 @@ def test_other_experts_are_not_read(
     for tensors in (files.per_expert(experts), files.gpt_oss(experts, biases)):
         folder = files.write_folder(tmp_path / "m", tensors)
         read.clear()
-        loader = ExpertLoader(make_config(), prefix=PREFIX, mesh=mesh_of(8), axis="ep")
+        loader = ExpertLoader(make_config(), prefix=PREFIX, mesh=cases.ep_mesh(8), axis="ep")
         loader.read(folder)
         assert sum(read) == sum(array.nbytes for array in tensors.values()) // E
 
@@ -111,7 +108,7 @@ def test_replicas(tmp_path: Path, rng: np.random.Generator, form: str) -> None:
     config = make_config(form, num_experts=18, num_logical_experts=16)
     tensors = files.per_expert(FORMATS[form](rng, 16, H, INTER))
     folder = files.write_folder(tmp_path / "m", tensors)
-    weights = load(folder, config, mesh=mesh_of(2), axis="ep")
+    weights = load(folder, config, mesh=cases.ep_mesh(2), axis="ep")
     without = load(tensors, make_config(form, num_experts=16))
     assert_same(weights, _slots(without, np.arange(18) % 16))
 
@@ -167,7 +164,7 @@ def test_reload_whole(rng: np.random.Generator, form: str, ranks: int | None) ->
     """A, B, A gives A bit for bit, and leaves what it started from alone."""
     config = make_config(form)
     a, b = (files.per_expert(FORMATS[form](rng, E, H, INTER)) for _ in range(2))
-    place = {} if ranks is None else dict(mesh=mesh_of(ranks), axis="ep")
+    place = {} if ranks is None else dict(mesh=cases.ep_mesh(ranks), axis="ep")
     first, other = load(a, config, **place), load(b, config, **place)
     second = reload_experts(config, first, b, prefix=PREFIX)
     assert_same(second, other)
@@ -181,7 +178,7 @@ def test_reload_a_few_tensors(rng: np.random.Generator) -> None:
     config = make_config()
     a, b = (files.per_expert(files.mxfp4(rng, E, H, INTER)) for _ in range(2))
     some = {name: b[name] for name in b if ".5.up_proj" in name or ".2.down_proj" in name}
-    weights = load(a, config, mesh=mesh_of(2), axis="ep")
+    weights = load(a, config, mesh=cases.ep_mesh(2), axis="ep")
     updated = reload_experts(config, weights, some, prefix=PREFIX)
     assert_same(updated, load(a | some, config))
     only_up = {name: b[name] for name in b if ".5.up_proj" in name}
@@ -216,7 +213,7 @@ def test_input_scales_are_every_experts(rng: np.random.Generator) -> None:
     inputs = np.where(np.arange(E) == 7, 8.0, 1.0).astype(np.float32)
     tensors |= {f"{PREFIX}.{e}.down_proj.input_scale": inputs[e] for e in range(E)}
     for ranks in (1, 4):
-        weights = load(tensors, make_config("nvfp4"), mesh=mesh_of(ranks), axis="ep")
+        weights = load(tensors, make_config("nvfp4"), mesh=cases.ep_mesh(ranks), axis="ep")
         np.testing.assert_array_equal(np.asarray(weights.routed.w2_input_scale), inputs)
 
 

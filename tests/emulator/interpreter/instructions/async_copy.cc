@@ -25,12 +25,7 @@ void Copy(Step& s) {
 }
 
 void Commit(Step& s) {
-  ForEachLane(s.lanes, [&](int l) {
-    CopyGroups& groups = s.warp.copies[l];
-    groups.Open();
-    groups.committed.push_back(std::move(groups.open));
-    groups.open = nullptr;
-  });
+  ForEachLane(s.lanes, [&](int l) { s.warp.copies[l].Commit(); });
 }
 
 // wait_group: all but the last N committed; wait_all (mode): the open one too.

@@ -70,12 +70,7 @@ void Shared(Step& s) {
 }
 
 void Commit(Step& s) {
-  ForEachLane(s.lanes, [&](int l) {
-    CopyGroups& groups = s.warp.bulk[l];
-    groups.Open();
-    groups.committed.push_back(std::move(groups.open));
-    groups.open = nullptr;
-  });
+  ForEachLane(s.lanes, [&](int l) { s.warp.bulk[l].Commit(); });
 }
 
 // All but the last N groups are done; with .read (mode), their sources have been read.
