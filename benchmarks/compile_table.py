@@ -118,8 +118,8 @@ class Planned:
     launch: KernelLaunch
 
 
-SLOT_TOKENS = (1, 256, 512, 4096)
-"""Of the grouped products of BF16 weights: the four heights of their tiles."""
+SLOT_TOKENS = {90: (1, 256, 512, 4096), 100: (1, 512, 1024, 1536, 2048, 2304, 4096)}
+"""Of the grouped products of BF16 weights: a number for each height of their tiles."""
 
 
 def grouped_launches(bf16: bool) -> Iterator[Planned]:
@@ -129,7 +129,7 @@ def grouped_launches(bf16: bool) -> Iterator[Planned]:
         weights, activations = recipe.weights.name, recipe.activations.name
         if refusal(weights, activations, arch) or bf16 != (weights == "bf16"):
             continue
-        counts = SLOT_TOKENS if bf16 else TOKENS
+        counts = SLOT_TOKENS[arch] if bf16 else TOKENS
         scaled = {"mxfp4_block": ("tensor", "channel"), "nvfp4": ("tensor",)}
         for scale, num_tokens in product(scaled.get(recipe.name, ("none",)), counts):
             layer = GroupedLayer(

@@ -115,6 +115,9 @@ def test_grouped_kernels_are_those_that_calls_launch(monkeypatch: pytest.MonkeyP
     command[command.index("mxfp4_block")] = "bf16"
     names = [spec.symbol for spec in taken_by(command, monkeypatch)]
     assert names.count("sm90_bf16_gemm_impl") == 2 and "gather_rows" in names
+    command[command.index("h200")] = "b200"
+    names = [spec.symbol for spec in taken_by(command, monkeypatch)]
+    assert names.count("sm100_bf16_gemm_impl") == 2 and "gather_rows" in names
 
 
 GPT_OSS = {

@@ -17,6 +17,7 @@ from jax_megamoe.cli import doctor
 from jax_megamoe.compile import MissingDependency, builder
 from jax_megamoe.launch import runnable
 from jax_megamoe.plan import families
+from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.runtime import extension
 from jax_megamoe.runtime.devices import KNOWN_DEVICES
 
@@ -63,15 +64,16 @@ def test_grouped_products(found: set[str], monkeypatch: pytest.MonkeyPatch) -> N
     """The layout by activations; what is missing where the source or a device is."""
     monkeypatch.setattr(doctor, "spec_of", lambda device: device)
 
-    def status(recipe: str, device: str = "h200") -> str:
+    def status(recipe: str, device: DeviceSpec = KNOWN_DEVICES["h200"]) -> str:
         config = MoEConfig(**SIZES, max_num_tokens=128, weight_format=recipe)
-        return doctor.grouped_status(config, KNOWN_DEVICES[device])
+        return doctor.grouped_status(config, device)
 
     assert "expected the distribution humming-kernels" in status("mxfp4_block")
     monkeypatch.setattr(doctor, "find_source", lambda name: None)
     assert status("mxfp4_block") == "humming's kernels, weights in humming_fp8"
     assert status("bf16") == "sgl's kernels, weights in interleave8"
-    assert "implementation grouped: expected" in status("bf16", "b200")
+    assert status("bf16", KNOWN_DEVICES["b300"]) == status("bf16")
+    assert "implementation grouped: expected" in status("bf16", DeviceSpec(80, 108))
 
 
 def report(encoding: str = "utf-8") -> str:

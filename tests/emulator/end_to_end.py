@@ -112,6 +112,8 @@ CASES: dict[str, tuple[Callable[[Cell], float], Cell]] = {
     "fp8_block over 2 ranks": (one_call, Cell("fp8_block", "sgl", ranks=2, tokens=16)),
     "two layers over 2 ranks": (two_layers, Cell("mxfp4", "sgl", ranks=2, tokens=16)),
     "a scan of three layers": (scanned, Cell("mxfp4", "sgl")),
+    # Of its products' arguments one is a struct.
+    "bf16 in slots": (one_call, Cell("bf16", GROUPED, arch=100, tokens=9)),
     "reuse after an idle call": (after_an_idle_call, Cell("mxfp4", "sgl", ranks=2, tokens=16)),
 }
 
@@ -132,8 +134,9 @@ def of_families() -> dict[str, tuple[Callable[[Cell], float], Cell]]:
         )
         for form, ranks in (("mxfp4", 4), ("mxfp4", 8), ("fp8_block", 4), ("bf16", 4))
     }
-    name = f"{GROUPED} bf16 ranks=1: a scan of three layers, to the driver"
-    grouped[name] = (scanned, Cell("bf16", GROUPED, tokens=9, arch=90))
+    for arch, words in ((90, ""), (100, " arch=100")):
+        name = f"{GROUPED} bf16 ranks=1{words}: a scan of three layers, to the driver"
+        grouped[name] = (scanned, Cell("bf16", GROUPED, tokens=9, arch=arch))
     return grouped | {
         f"{source} {form} ranks=2: {name}, to the driver": (
             function,

@@ -111,7 +111,7 @@ GROUPED_ARCHS = {
     "nvfp4": (80, 90, 120),
     "fp8_block": (89, 90, 120),
     "mxfp4_block": (90,),
-    "bf16": (90,),
+    "bf16": (90, 100),
 }
 """Of the grouped products' recipes: generations whose tensor-core instructions differ."""
 
@@ -138,8 +138,26 @@ def grouped() -> Iterator[Cell]:
     # end_to_end.py, which has no callbacks, runs those.
     yield from (Cell("bf16", GROUPED, arch=90, tokens=n) for n in (1, 7, 64))
     yield Cell("bf16", GROUPED, arch=90, tokens=64, experts=4, intermediate=384, num_sms=8)
+    yield from blackwell_slots()
     yield Cell("mxfp4", GROUPED, arch=90, ranks=2, tokens=9, top_k=3, idle_ranks=(1,))
     yield Cell("mxfp4", GROUPED, arch=90, experts=4, hidden=7168, intermediate=2048, tokens=8)
+
+
+def blackwell_slots() -> Iterator[Cell]:
+    """Calls of the products of BF16 weights on SM100: their heights, pairs and blocks alone."""
+    cell = functools.partial(Cell, "bf16", GROUPED, arch=100)
+    yield from (cell(tokens=n) for n in (1, 7, 64))
+    yield cell(tokens=7, mask=True, stats=True, replicas=8)
+    yield cell(tokens=64, experts=4, unrouted=0.2, idle_experts=(2,), biases=True, delay=0.7)
+    yield cell(tokens=130, experts=2, delay=0.9, seed=5)
+    yield cell(tokens=300, experts=2, delay=0.7, seed=3)
+    yield cell(tokens=64, unrouted=1.0)
+    yield cell(activation="gpt_oss", biases=True)
+    # Five blocks of the second matrix, then an odd number of SMs.
+    yield cell(tokens=64, experts=4, hidden=640, intermediate=384, num_sms=8, delay=0.5)
+    yield cell(tokens=300, experts=2, num_sms=5, unrouted=0.2)
+    yield cell(ranks=2, tokens=33, unrouted=0.2, idle_experts=(1,), stats=True)
+    yield cell(tokens=8, experts=4, hidden=7168, intermediate=2048, num_sms=8)
 
 
 def plain(families: list[tuple[str, str]]) -> Iterator[Cell]:

@@ -106,6 +106,8 @@ def test_grouped_products(stand_in, cell):
         Cell("bf16", cells.GROUPED, arch=90, tokens=7, mask=True, stats=True, replicas=8),
         Cell("bf16", cells.GROUPED, arch=90, tokens=64, experts=4, unrouted=0.2, idle_experts=(2,),
              biases=True, delay=0.7),
+        Cell("bf16", cells.GROUPED, arch=100, tokens=64, experts=4, unrouted=0.2, stats=True,
+             idle_experts=(2,), biases=True, delay=0.7),
     ],
     ids=str,
 )  # fmt: skip

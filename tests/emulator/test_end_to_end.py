@@ -24,6 +24,7 @@ LAUNCHES = {  # of the staging kernel and the fused one; those of all ranks run 
     "two layers over 2 ranks": 12,  # and each alone
     "a scan of three layers": 12,
     "reuse after an idle call": 9,
+    "bf16 in slots": 6,
 }
 
 
@@ -47,7 +48,7 @@ def records() -> dict[str, dict[str, float]]:
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_call_reaches_the_kernels_and_comes_back(records, name):
     record = records[name]
-    form = "fp8_block" if name.startswith("fp8_block") else "mxfp4"
+    form = next((form for form in ("fp8_block", "bf16") if name.startswith(form)), "mxfp4")
     table = tolerances.KERNEL_AGREEMENT if form == "fp8_block" else tolerances.EMULATED
     assert record["error"] <= table[form].norm
     assert record["launches"] == LAUNCHES[name]

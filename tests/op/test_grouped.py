@@ -193,8 +193,8 @@ def test_refusals(hopper, monkeypatch):
     text = r"weights\.layout: expected 'humming_bf16' for implementation grouped, got 'interleave8'"
     refused("mxfp4", text + r"; jax_megamoe\.to_layout\(weights, 'humming_bf16'\)", ValueError)
     monkeypatch.setattr(grouped, "spec_of", lambda *_: DeviceSpec(80, 108))
-    text = r"implementation grouped: expected compute capability 9\.0 for bf16 weights, got bf16 "
-    text += r"weights and bf16 activations on 8\.0; use xla"
+    text = r"implementation grouped: expected compute capability 9\.0 or 10\.0 for bf16 weights, "
+    text += r"got bf16 weights and bf16 activations on 8\.0; use xla"
     refused("bf16", text, NotImplementedError)
     monkeypatch.setattr(grouped, "spec_of", lambda *_: DeviceSpec(75, 40))
     text = r"expected compute capability 8\.0 or newer, got mxfp4 weights .* on 7\.5"
@@ -211,6 +211,21 @@ def test_bf16_weights_choose_it(hopper):
     call = call_of(config, 4)
     mm.mega_moe(**call, weights=weights, config=config, mesh=mesh, axis="ep")
     assert len(hopper) == 1  # one rank alone
+
+
+def test_bf16_weights_on_blackwell_take_it_where_it_is_named(hopper, monkeypatch):
+    """Nothing was measured there, so no call takes it by itself."""
+    monkeypatch.setattr(grouped, "spec_of", lambda *_: DeviceSpec(103, 148))
+    config = cases.config("bf16", num_experts=8, top_k=2)
+    weights, call = cases.weights(config, gain=1.0), call_of(config, 3)
+    run = partial(mm.mega_moe, **call, weights=weights, config=config)
+    y = run()
+    assert not hopper
+    near(run(implementation="grouped"), y, "bf16")
+    assert [each.arch for each in hopper] == [100]
+    for biases in (False, True):
+        assert grouped.layer_layout(config, jax.devices()[0], 1, None, adds_biases=biases) is None
+    assert grouped.layer_layout(config, jax.devices()[0], 1, "grouped") == "interleave8"
 
 
 def test_missing_headers_name_the_command(hopper, monkeypatch):

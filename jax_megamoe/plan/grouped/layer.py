@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 
 from jax_megamoe.formats import GROUPED_ROWS
 from jax_megamoe.plan.arithmetic import align, ceil_div, cpp_bool
-from jax_megamoe.plan.grouped import deep_gemm_bf16, humming, tiles
+from jax_megamoe.plan.grouped import humming, tiles
 from jax_megamoe.plan.grouped.product import Product, Tiles
-from jax_megamoe.plan.grouped.rules import ROWS
+from jax_megamoe.plan.grouped.rules import ROWS, SLOT_PRODUCTS
+from jax_megamoe.plan.grouped.slots import Matrices
 from jax_megamoe.plan.kernel import KernelSpec, LaunchConfig
 from jax_megamoe.plan.launch import (
     Float32,
@@ -113,7 +114,7 @@ class GroupedLayer:
         """Rows of a block of both products."""
         if self.in_slots:
             both = self.matrices(w2=False), self.matrices(w2=True)
-            return deep_gemm_bf16.height(both, self.rows, self.num_sms)
+            return SLOT_PRODUCTS[self.arch].height(both, self.rows, self.num_sms)
         first, second = self.tiles(w2=False).block[0], self.tiles(w2=True).block[0]
         assert first == second
         return first
@@ -123,9 +124,9 @@ class GroupedLayer:
         """Most slots that the rows can take."""
         return humming.capacity(self.rows, self.num_experts, self.block_m)
 
-    def matrices(self, w2: bool) -> deep_gemm_bf16.Matrices:
+    def matrices(self, w2: bool) -> Matrices:
         """BF16 weights of the first product, or of the second."""
-        return deep_gemm_bf16.Matrices(self.num_experts, *self._sizes(w2))
+        return Matrices(self.num_experts, *self._sizes(w2))
 
     def _sizes(self, w2: bool) -> tuple[int, int]:
         """Rows and columns of a matrix."""
@@ -319,12 +320,11 @@ def _gather(layer: GroupedLayer) -> KernelLaunch:
 
 
 def _slot_product(layer: GroupedLayer, *, w2: bool) -> KernelLaunch:
-    matrices, num_sms = layer.matrices(w2), layer.num_sms
-    each = deep_gemm_bf16.blocks(matrices, layer.rows, layer.block_m, num_sms)
     first, second = ("token_rows", "w13_weight", "h"), ("hidden_rows", "w2_weight", "outputs")
-    place = dict(slots=layer.slots, num_sms=num_sms)
     names = second if w2 else first
-    return deep_gemm_bf16.launch(matrices, each, names, **place, early=layer.overlaps)
+    place = dict(rows=layer.rows, m=layer.block_m, slots=layer.slots, num_sms=layer.num_sms)
+    launch = SLOT_PRODUCTS[layer.arch].launch
+    return launch(layer.matrices(w2), names, **place, early=layer.overlaps)
 
 
 def _activate(layer: GroupedLayer) -> KernelLaunch:

@@ -1,7 +1,9 @@
 """Which recipes the grouped products run on which GPUs, on weights of which layout."""
 
+from collections.abc import Mapping
+
 from jax_megamoe.formats import GROUPED_BF16, GROUPED_FP8, INTERLEAVE_8
-from jax_megamoe.plan.grouped import deep_gemm_bf16, humming
+from jax_megamoe.plan.grouped import deep_gemm_bf16_sm90, deep_gemm_bf16_sm100, humming, slots
 from jax_megamoe.plan.grouped.product import KNOWN_ARCHS, WEIGHTS
 
 MAX_EXPERTS = 512
@@ -16,6 +18,12 @@ ROWS = {
 """By activation format: the kernels' name of it, and what the product reads. MX and NV values are
 decoded to BF16, which holds them exactly: mma.sync and wgmma have no block scales."""
 
+
+SLOT_PRODUCTS: Mapping[int, slots.SlotProduct] = {
+    90: deep_gemm_bf16_sm90,
+    100: deep_gemm_bf16_sm100,
+}
+"""Products of BF16 weights, by architecture."""
 
 _BOTH_FP8 = (89, 90, 100, 120)
 
@@ -37,8 +45,8 @@ def refusal(weights: str, activations: str, arch: int) -> str:
         (weights in WEIGHTS or weights == "bf16", f"weights in one of {[*WEIGHTS, 'bf16']}"),
         (weights != "bf16" or activations == "bf16", "bf16 activations beside bf16 weights"),
         (
-            weights != "bf16" or arch in deep_gemm_bf16.ARCHS,
-            f"compute capability {_named(deep_gemm_bf16.ARCHS)} for bf16 weights",
+            weights != "bf16" or arch in SLOT_PRODUCTS,
+            f"compute capability {_named(*SLOT_PRODUCTS)} for bf16 weights",
         ),
         (
             weights != "fp8_block" or activations == "fp8_block",
@@ -60,7 +68,7 @@ def refusal(weights: str, activations: str, arch: int) -> str:
     return next((expected for holds, expected in rules if not holds), "")
 
 
-def _named(archs: tuple[int, ...]) -> str:
+def _named(*archs: int) -> str:
     return " or ".join(f"{arch // 10}.{arch % 10}" for arch in archs)
 
 
@@ -74,4 +82,4 @@ def layout_of(weights: str, activations: str) -> str:
 
 def source_of(weights: str) -> str:
     """The kernel source of the products of a weight format."""
-    return deep_gemm_bf16.SOURCE if weights == "bf16" else humming.SOURCE
+    return slots.SOURCE if weights == "bf16" else humming.SOURCE

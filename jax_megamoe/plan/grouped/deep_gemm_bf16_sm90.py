@@ -1,10 +1,7 @@
-"""DeepGEMM's m-grouped BF16 product on Hopper, of the sgl source: rows lie in slots by expert.
+"""DeepGEMM's m-grouped BF16 product on Hopper, of the sgl source; slots.py has its matrices.
 
-A is [slots, K], B [E, N, K], D [slots, N], all BF16; ``expert_ends`` int32 [E] has the slot behind
-each expert's last row. An expert's slots start at the next multiple of the block's height; the
-kernel walks the blocks of experts that have rows, persistently. D behind an expert's last row is
-made of whatever A has there. Facts here: the kernel's tiles, memory and arguments, out of
-`sm90_bf16_gemm.cuh` and `scheduler/gemm.cuh`.
+Facts here: the kernel's tiles, memory and arguments, out of `sm90_bf16_gemm.cuh` and
+`scheduler/gemm.cuh`.
 """
 
 from collections.abc import Iterator
@@ -12,33 +9,25 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from jax_megamoe.plan.arithmetic import align, ceil_div, cpp_bool
+from jax_megamoe.plan.grouped.slots import (
+    BLOCK_K,
+    ELEMENT_BYTES,
+    GEMM_TYPE,
+    SOURCE,
+    SWIZZLE,
+    Matrices,
+    sizes,
+    tensor_maps,
+)
 from jax_megamoe.plan.grouped.tiles import SHARED_MEMORY, expected_blocks, sampled_rows
 from jax_megamoe.plan.kernel import KernelSpec, LaunchConfig
-from jax_megamoe.plan.launch import KernelLaunch, Pointer, TensorMap, Uint32
-from jax_megamoe.plan.operand import Operand
-from jax_megamoe.plan.tensor_map import BFLOAT16, SWIZZLE_128B, TensorMapSpec
+from jax_megamoe.plan.launch import KernelLaunch
 
-SOURCE = "sgl"
-ARCHS = (90,)
-"""Compute capabilities, times ten, that this module plans for."""
-
-_BLOCK_K = 64
-_SWIZZLE = 128
 _TMA_THREADS, _WARPGROUP = 128, 128
 _WGMMA_ROWS = 64
 _HEIGHTS = (16, 32, 64, 128)
 _WIDTHS = (64, 128, 256)
 _MOST_STAGES, _LEAST_STAGES = 16, 3
-_BYTES = 2
-
-
-@dataclass(frozen=True)
-class Matrices:
-    """One matrix [n, k] for each expert."""
-
-    num_experts: int
-    n: int
-    k: int
 
 
 @dataclass(frozen=True)
@@ -63,12 +52,12 @@ class Blocks:
     @property
     def output_bytes(self) -> int:
         """Shared memory of the output."""
-        return align(self.m * self.n * _BYTES, 1024)
+        return align(self.m * self.n * ELEMENT_BYTES, 1024)
 
     @property
     def stage_bytes(self) -> int:
         """Shared memory of a stage: tiles of A and B, and two barriers."""
-        return (self.m + self.n) * _BLOCK_K * _BYTES + 16
+        return (self.m + self.n) * BLOCK_K * ELEMENT_BYTES + 16
 
     @property
     def stages(self) -> int:
@@ -134,8 +123,8 @@ def _cost(matrices: Matrices, rows: int, each: Blocks, num_sms: int) -> tuple[fl
     multiply = waves * 2 * max(each.m, _WGMMA_ROWS) * each.n * k / rate
     # An expert with rows has a block without a pair, or nearly that.
     shared = (1 - used / high) / 2 if each.paired else 0.0
-    load = waves * (each.m + each.n * (1 - shared)) * k * _BYTES / _L2
-    read = used * n * k * _BYTES / (_MEMORY * num_sms)
+    load = waves * (each.m + each.n * (1 - shared)) * k * ELEMENT_BYTES / _L2
+    read = used * n * k * ELEMENT_BYTES / (_MEMORY * num_sms)
     return max(multiply, load, read), multiply + load
 
 
@@ -144,8 +133,8 @@ def kernel(matrices: Matrices, each: Blocks, num_sms: int) -> KernelSpec:
     major = "cute::UMMA::Major::K"
     numbers = (
         *(0, matrices.n, matrices.k, matrices.num_experts),
-        *(each.m, each.n, _BLOCK_K),
-        *(_SWIZZLE, _SWIZZLE, _SWIZZLE),
+        *(each.m, each.n, BLOCK_K),
+        *(SWIZZLE, SWIZZLE, SWIZZLE),
         *(each.stages, _TMA_THREADS, each.math_threads),
         1 + each.paired,
     )
@@ -158,7 +147,7 @@ def kernel(matrices: Matrices, each: Blocks, num_sms: int) -> KernelSpec:
             *(major, major),
             *map(str, numbers),
             *(cpp_bool(False), str(num_sms)),  # a pair shares B, not A
-            "GemmType::MGroupedContiguousWithPsumLayout",
+            GEMM_TYPE,
             *(cpp_bool(False), "cutlass::bfloat16_t"),
         ),
         ("int*", *["uint32_t"] * 3, *["cute::TmaDescriptor"] * 3),
@@ -167,34 +156,16 @@ def kernel(matrices: Matrices, each: Blocks, num_sms: int) -> KernelSpec:
 
 def launch(
     matrices: Matrices,
-    each: Blocks,
     names: tuple[str, str, str],
     *,
+    rows: int,
+    m: int,
     slots: int,
     num_sms: int,
     early: bool,
 ) -> KernelLaunch:
-    """One product.
-
-    Args:
-        matrices: what rows are multiplied with.
-        each: the tile.
-        names: of A, B and D.
-        slots: rows of A and of D.
-        num_sms: multiprocessors.
-        early: it may start before its predecessor ended, for which it waits before it reads.
-    """
-    n, k = matrices.n, matrices.k
-    a, b, d = names
-    arguments = (
-        Pointer("grouped_layout", Operand("expert_ends")),
-        Uint32("shape_m", slots),
-        Uint32("shape_n", n),
-        Uint32("shape_k", k),
-        _map("tensor_map_a", a, (k, slots), (_BLOCK_K, each.m)),
-        _map("tensor_map_b", b, (k, n * matrices.num_experts), (_BLOCK_K, each.n)),
-        _map("tensor_map_cd", d, (n, slots), (_SWIZZLE // _BYTES, each.m)),
-    )
+    """One product, as `slots.SlotProduct` says."""
+    each = blocks(matrices, rows, m, num_sms)
     config = LaunchConfig(
         (num_sms, 1, 1),
         (_TMA_THREADS + each.math_threads, 1, 1),
@@ -202,11 +173,5 @@ def launch(
         smem=each.shared_memory,
         programmatic_serialization=early,
     )
-    return KernelLaunch(kernel(matrices, each, num_sms), config, arguments)
-
-
-def _map(name: str, operand: str, dims: tuple[int, int], box: tuple[int, int]) -> TensorMap:
-    strides = (dims[0] * _BYTES,)
-    return TensorMap(
-        name, TensorMapSpec(Operand(operand), BFLOAT16, dims, strides, box, SWIZZLE_128B)
-    )
+    maps = tensor_maps(matrices, names, slots, (each.m, each.n, each.m))
+    return KernelLaunch(kernel(matrices, each, num_sms), config, (*sizes(matrices, slots), *maps))
