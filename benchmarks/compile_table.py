@@ -139,10 +139,9 @@ def grouped_launches(bf16: bool) -> Iterator[Planned]:
             )  # fmt: skip
             plan = plan_grouped(layer)
             case = recipe.name + (", scales of rows" if scale == "channel" else "")
-            for step in plan.steps:
-                if isinstance(step, KernelLaunch):
-                    has_tiles = step.kernel.source != "jax_megamoe"
-                    yield Planned(case, plan.block_m if has_tiles else 0, step)
+            for step in plan.launches:
+                has_tiles = step.kernel.source != "jax_megamoe"
+                yield Planned(case, plan.block_m if has_tiles else 0, step)
 
 
 COLUMNS = (
@@ -159,9 +158,7 @@ def fused_launches(source: str, model: str) -> Iterator[Planned]:
                 plan = plan_mega_moe(moe, device, num_tokens, NUM_RANKS, source)
             except (NotImplementedError, ValueError):
                 continue  # another source's, or another device's
-            for step in plan.steps:
-                if not isinstance(step, KernelLaunch):
-                    continue
+            for step in plan.launches:
                 height = plan.block_m if step is plan.steps[-1] else 0  # staging has no tiles
                 for arch in ARCHS[source][device.arch]:
                     kernel = dataclasses.replace(step.kernel, arch=arch)

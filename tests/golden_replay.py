@@ -20,7 +20,6 @@ import jax_megamoe as mm
 from jax_megamoe.launch import deep_gemm, launcher
 from jax_megamoe.plan import check_sizes
 from jax_megamoe.plan.kernel import KernelSpec
-from jax_megamoe.plan.launch import KernelLaunch
 from jax_megamoe.weights.params import parameter_shapes
 
 MAX_TOKEN_BYTES = 20 << 20
@@ -241,7 +240,7 @@ def _without_tokens(
         ]
         return {device: known for device in group}
 
-    kernels = [step.kernel for step in plan.steps if isinstance(step, KernelLaunch)]
+    kernels = [step.kernel for step in plan.launches]
     return Replay(group, kernels, run)
 
 

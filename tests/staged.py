@@ -78,7 +78,7 @@ def plan_of(
         staging_by=staging_by,
         l2_activation_scale=L2_ACTIVATION_SCALE,
     )
-    *staging, _ = [step for step in plan.steps if isinstance(step, KernelLaunch)]
+    *staging, _ = plan.launches
     return replace(plan, steps=tuple(staging), constants=())
 
 

@@ -39,7 +39,6 @@ from jax_megamoe.compile import compile_many
 from jax_megamoe.launch import grouped, launcher
 from jax_megamoe.plan.grouped.layer import GroupedLayer, plan_grouped
 from jax_megamoe.plan.grouped.rules import planned_arch, source_of
-from jax_megamoe.plan.launch import KernelLaunch
 from jax_megamoe.runtime.devices import device_spec
 
 LAYERS = 32
@@ -109,7 +108,7 @@ def products_alone(each: GroupedLayer, operands: dict[str, Array]) -> Callable[[
     """The two products LAYERS times on the tables of LAYERS routings, in one program."""
     plan = plan_grouped(replace(each, early=False))
     source = source_of(each.weights)
-    products = [s for s in plan.steps if isinstance(s, KernelLaunch) and s.kernel.source == source]
+    products = [step for step in plan.launches if step.kernel.source == source]
     alone = replace(plan, steps=tuple(products))
     shapes = {name: jax.ShapeDtypeStruct(*like) for name, *like in plan.scratch}
     written = {name: shapes[name] for name in ("h", "outputs")}
@@ -182,7 +181,7 @@ def variants_of(layers: list[GroupedLayer]) -> list[GroupedLayer]:
 def compiled(variants: list[GroupedLayer]) -> None:
     """All kernels of some layers, several at a time."""
     plans = [plan_grouped(variant) for variant in variants]
-    specs = [s.kernel for plan in plans for s in plan.steps if isinstance(s, KernelLaunch)]
+    specs = [step.kernel for plan in plans for step in plan.launches]
     start = time.monotonic()
     bad = [outcome for outcome in compile_many(specs) if outcome.error is not None]
     print(

@@ -12,7 +12,7 @@ from jax_megamoe.cli.gpu.models import MODELS
 from jax_megamoe.compile import compile_many
 from jax_megamoe.config import Activation, MoEConfig
 from jax_megamoe.plan.device import DeviceSpec
-from jax_megamoe.plan.launch import KernelLaunch, LaunchPlan
+from jax_megamoe.plan.launch import LaunchPlan
 from jax_megamoe.weights.drawn import random_experts
 from jax_megamoe.weights.params import ExpertWeights
 
@@ -83,8 +83,7 @@ def compile_kernels(plans: Iterable[LaunchPlan]) -> str:
         RuntimeError: the first kernel that could not be compiled.
     """
     start = time.perf_counter()
-    steps = (step for plan in plans for step in plan.steps)
-    outcomes = compile_many(step.kernel for step in steps if isinstance(step, KernelLaunch))
+    outcomes = compile_many(step.kernel for plan in plans for step in plan.launches)
     for outcome in outcomes:
         if outcome.error is not None:
             raise outcome.error

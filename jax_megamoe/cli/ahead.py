@@ -23,7 +23,7 @@ from jax_megamoe.nn.storage import config_of_spec
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.grouped import rules
 from jax_megamoe.plan.kernel import KernelSpec
-from jax_megamoe.plan.launch import KernelLaunch, LaunchPlan
+from jax_megamoe.plan.launch import LaunchPlan
 from jax_megamoe.plan.limits import SM90_ARCH
 from jax_megamoe.plan.refusal import Refusal
 from jax_megamoe.weights.checkpoint.select import runs_as, stored_scheme
@@ -121,8 +121,7 @@ def kernels(
         _checks.integer("tokens", num_tokens, minimum=1)
     make = _grouped_plans if implementation == "grouped" else _fused_plans
     plans = [plan for layer in layers for plan in make(layer, device, token_counts, num_ranks)]
-    steps = (step for plan in plans for step in plan.steps)
-    return tuple(dict.fromkeys(step.kernel for step in steps if isinstance(step, KernelLaunch)))
+    return tuple(dict.fromkeys(step.kernel for plan in plans for step in plan.launches))
 
 
 def _fused_plans(

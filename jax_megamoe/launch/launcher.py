@@ -88,9 +88,8 @@ def launch(
 
 def build(plan: LaunchPlan) -> None:
     """Has the kernels of a plan compiled, or read from the cache."""
-    for step in plan.steps:
-        if isinstance(step, KernelLaunch):
-            compiler.build(step.kernel)
+    for step in plan.launches:
+        compiler.build(step.kernel)
 
 
 def token_operands(

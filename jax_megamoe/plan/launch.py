@@ -123,6 +123,11 @@ class LaunchPlan:
     scratch: tuple[tuple[str, tuple[int, ...], str], ...] = ()
     plan_version: int = field(default=PLAN_VERSION)
 
+    @property
+    def launches(self) -> tuple[KernelLaunch, ...]:
+        """The steps without fills."""
+        return tuple(step for step in self.steps if isinstance(step, KernelLaunch))
+
 
 _TENSOR_MAP_BYTES, _SYM_BUFFER_BYTES = 128, 592
 _BASES = {8: 0x160, 9: 0x210}

@@ -29,7 +29,6 @@ from jax_megamoe.compile import compile_many, find_source
 from jax_megamoe.launch import grouped
 from jax_megamoe.plan.grouped.layer import GroupedLayer, plan_grouped
 from jax_megamoe.plan.grouped.rules import planned_arch, source_of
-from jax_megamoe.plan.launch import KernelLaunch
 from jax_megamoe.runtime.devices import device_spec
 from jax_megamoe.weights.drawn import random_experts
 
@@ -207,7 +206,7 @@ def main() -> None:
     found = cases(quick, forms)
     start = time.monotonic()
     plans = [plan_grouped(v) for each in found for v in all_variants(each)]
-    specs = [s.kernel for plan in plans for s in plan.steps if isinstance(s, KernelLaunch)]
+    specs = [step.kernel for plan in plans for step in plan.launches]
     outcomes = compile_many(specs)
     bad = [outcome for outcome in outcomes if outcome.error is not None]
     for outcome in bad[:3]:

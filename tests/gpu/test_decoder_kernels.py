@@ -13,7 +13,6 @@ from emulation import Emulation
 from scripts import load_script
 
 from jax_megamoe.launch import grouped
-from jax_megamoe.plan.launch import KernelLaunch
 
 ROOT = Path(__file__).parents[2]
 SIZES = dict(hidden_size=512, vocab_size=64)
@@ -53,8 +52,7 @@ def test_programs_launch_what_was_compiled_ahead(
     ahead: list[Any] = []
 
     def collect(plans: Any) -> str:
-        steps = (step for plan in plans for step in plan.steps)
-        ahead.extend(step.kernel for step in steps if isinstance(step, KernelLaunch))
+        ahead.extend(step.kernel for plan in plans for step in plan.launches)
         return "compiled"
 
     monkeypatch.setattr(scripts["workload"], "compile_kernels", collect)

@@ -55,7 +55,7 @@ def layer(activations: str, num_tokens: int = 21, **changes: Any) -> GroupedLaye
 
 def steps(plan: LaunchPlan) -> dict[str, KernelLaunch]:
     """The plan's kernels by name; of the products the last."""
-    return {step.kernel.symbol: step for step in plan.steps if isinstance(step, KernelLaunch)}
+    return {step.kernel.symbol: step for step in plan.launches}
 
 
 VARIANTS = (

@@ -10,7 +10,6 @@ from kernels.test_grouped import scratch, steps
 
 from jax_megamoe import MoEConfig
 from jax_megamoe.plan.grouped.layer import GroupedLayer, plan_grouped
-from jax_megamoe.plan.launch import KernelLaunch
 from jax_megamoe.weights.experts import dequantize_experts
 from jax_megamoe.weights.layout import w13_to_kernel
 from jax_megamoe.weights.params import ExpertWeights
@@ -26,8 +25,7 @@ CASES = (
 
 @pytest.fixture(scope="module")
 def on_host(tmp_path_factory) -> HostKernels:
-    launches = [step for each in CASES for step in plan_grouped(each).steps]
-    own = [s.kernel for s in launches if isinstance(s, KernelLaunch)]
+    own = [step.kernel for each in CASES for step in plan_grouped(each).launches]
     return HostKernels(
         [kernel for kernel in own if kernel.source == "jax_megamoe"],
         tmp_path_factory.mktemp("kernels"),

@@ -20,7 +20,6 @@ import jax_megamoe as mm
 from jax_megamoe.launch import deep_gemm
 from jax_megamoe.launch.factors import FACTORS
 from jax_megamoe.op import mega_moe as op
-from jax_megamoe.plan.launch import KernelLaunch
 from jax_megamoe.runtime import extension
 
 TOKENS = 32
@@ -57,11 +56,7 @@ def watch(
         A function that gives the arrays by device.
     """
     plan = deep_gemm.Route(emulation.device, "sgl", ranks, "").plan(cfg, rows)
-    (step,) = (
-        each
-        for each in plan.steps
-        if isinstance(each, KernelLaunch) and each.kernel.symbol == STAGING
-    )
+    (step,) = (each for each in plan.launches if each.kernel.symbol == STAGING)
     index = [each.name for each in step.arguments].index(argument)
     name = kernel_name(extension.encode_kernel(step.kernel))
     emulation.driver.peek(name, index, like.nbytes)

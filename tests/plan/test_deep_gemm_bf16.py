@@ -9,7 +9,6 @@ from jax_megamoe.plan.grouped import deep_gemm_bf16_sm100 as sm100
 from jax_megamoe.plan.grouped.layer import GroupedLayer, plan_grouped
 from jax_megamoe.plan.grouped.slots import Matrices
 from jax_megamoe.plan.launch import (
-    KernelLaunch,
     Struct,
     TensorMap,
     field_offsets,
@@ -34,10 +33,6 @@ SHAPES = ((4, 256, 128), (128, 1536, 2048), (256, 4096, 7168), (128, 2944, 2944)
 
 ON_B200 = replace(QWEN3_30B, arch=100, num_sms=148)
 ARCHS = pytest.mark.parametrize("layer", [QWEN3_30B, ON_B200], ids=["sm90", "sm100"])
-
-
-def launches(layer: GroupedLayer) -> list[KernelLaunch]:
-    return [step for step in plan_grouped(layer).steps if isinstance(step, KernelLaunch)]
 
 
 @pytest.mark.parametrize("rows", [1, 8, 60, 512, 5000, 65536])
@@ -72,19 +67,19 @@ def test_shared_memory_is_the_sum_of_the_kernels_own_parts():
 
 @ARCHS
 def test_a_layer_copies_tokens_into_slots_and_has_six_launches(layer):
-    symbols = [step.kernel.symbol for step in launches(layer)]
+    symbols = [step.kernel.symbol for step in plan_grouped(layer).launches]
     product = f"sm{layer.arch}_bf16_gemm_impl"
     around = ["group_tokens", "gather_rows", product, "activate_rows", product, "combine_rows"]
     assert symbols == around
-    assert {s.kernel.source for s in launches(layer)} == {"sgl", "jax_megamoe"}
+    assert {s.kernel.source for s in plan_grouped(layer).launches} == {"sgl", "jax_megamoe"}
     arch = {90: "sm_90a", 100: "sm_100f"}[layer.arch]
-    assert {s.kernel.arch for s in launches(layer)} == {arch}
+    assert {s.kernel.arch for s in plan_grouped(layer).launches} == {arch}
 
 
 @ARCHS
 @pytest.mark.parametrize("early", [True, False])
 def test_whoever_waits_for_its_predecessor_starts_early(layer, early):
-    found = launches(replace(layer, early=early))
+    found = plan_grouped(replace(layer, early=early)).launches
     assert [step.config.programmatic_serialization for step in found] == [False, *[early] * 5]
 
 
@@ -94,7 +89,7 @@ def test_products_see_weights_and_slots_as_they_are_stored(layer):
     shapes = {name: shape for name, shape, _ in plan.scratch}
     slots = shapes["token_rows"][0]
     assert slots % plan.block_m == 0 and slots >= 512 + 128 * (plan.block_m - 1)
-    _, _, first, _, second, _ = launches(layer)
+    _, _, first, _, second, _ = plan_grouped(layer).launches
     for step, names, (n, k) in (
         (first, ("token_rows", "w13_weight", "h"), (1536, 2048)),
         (second, ("hidden_rows", "w2_weight", "outputs"), (2048, 768)),
@@ -116,7 +111,7 @@ def test_few_kernels_serve_all_numbers_of_tokens(layer):
     kernels = {
         step.kernel
         for num_tokens in range(1, 4097, 3)
-        for step in launches(replace(layer, num_tokens=num_tokens))
+        for step in plan_grouped(replace(layer, num_tokens=num_tokens)).launches
         if step.kernel.source == "sgl"
     }
     assert len(kernels) <= 14
@@ -124,7 +119,7 @@ def test_few_kernels_serve_all_numbers_of_tokens(layer):
 
 def test_pairs_share_weights_only_where_the_kernels_counting_keeps_them_together():
     def cluster(**changes: int) -> set[tuple[int, int, int]]:
-        found = launches(replace(QWEN3_30B, **changes))
+        found = plan_grouped(replace(QWEN3_30B, **changes)).launches
         return {step.config.cluster for step in found if step.kernel.source == "sgl"}
 
     assert cluster(num_tokens=64) == {(1, 1, 1)}
@@ -132,7 +127,7 @@ def test_pairs_share_weights_only_where_the_kernels_counting_keeps_them_together
     assert cluster(num_tokens=4096, num_sms=131) == {(1, 1, 1)}
     odd = Matrices(8, 384, 640)  # three blocks of 128
     assert not sm90.blocks(odd, 4096, 128, 132).paired
-    for step in launches(replace(QWEN3_30B, num_tokens=4096)):
+    for step in plan_grouped(replace(QWEN3_30B, num_tokens=4096)).launches:
         if step.kernel.source == "sgl":
             assert step.kernel.template_args[15:17] == ("2", "false")
 
@@ -163,13 +158,13 @@ def test_memory_on_sm100_holds_the_kernels_own_struct(height, paired):
 
 def test_pairs_on_sm100_have_two_blocks_of_the_matrix_each():
     def cluster(**changes: int) -> list[tuple[int, int, int]]:
-        found = launches(replace(ON_B200, **changes))
+        found = plan_grouped(replace(ON_B200, **changes)).launches
         return [step.config.cluster for step in found if step.kernel.source == "sgl"]
 
     assert cluster() == [(2, 1, 1), (2, 1, 1)]
     assert cluster(num_sms=147) == [(1, 1, 1), (1, 1, 1)]
     assert cluster(hidden_size=1920) == [(2, 1, 1), (1, 1, 1)]  # 15 blocks of 128
-    for step in launches(replace(ON_B200, hidden_size=1920)):
+    for step in plan_grouped(replace(ON_B200, hidden_size=1920)).launches:
         if step.kernel.source == "sgl":
             pairs = step.config.cluster[0]
             arguments = step.kernel.template_args
@@ -177,7 +172,7 @@ def test_pairs_on_sm100_have_two_blocks_of_the_matrix_each():
 
 
 def test_the_epilogues_struct_on_sm100_is_48_bytes_behind_the_sizes():
-    for step in launches(ON_B200):
+    for step in plan_grouped(ON_B200).launches:
         if step.kernel.source == "sgl":
             (struct,) = (each for each in step.arguments if isinstance(each, Struct))
             assert struct.name == "epilogue_args" and step.arguments[4] is struct

@@ -12,7 +12,6 @@ from jax_megamoe.cli import sources
 from jax_megamoe.launch.runnable import check_supported, supported
 from jax_megamoe.plan import families, plan_mega_moe
 from jax_megamoe.plan.choice import Absent, choose
-from jax_megamoe.plan.launch import KernelLaunch
 from jax_megamoe.plan.refusal import Refusal
 from jax_megamoe.weights.params import default_layout
 
@@ -62,8 +61,7 @@ def test_every_recipe_says_what_its_families_have():
 def test_a_toy_family_is_planned(toy):
     bf16 = config(weight_format="bf16", max_num_tokens=256)
     plan = plan_mega_moe(bf16, H100, 64, 1)
-    steps = [step for step in plan.steps if isinstance(step, KernelLaunch)]
-    assert [step.kernel.source for step in steps] == ["toy", "toy"]
+    assert [step.kernel.source for step in plan.launches] == ["toy", "toy"]
     assert plan.buffer.num_bytes == 0
     assert plan.scratch == (("hidden", (64 * 8, 2048), "bfloat16"),)
     # On Blackwell the family that was there before it is still preferred.

@@ -108,10 +108,6 @@ LAYER = GroupedLayer(
 )
 
 
-def launches(layer: GroupedLayer) -> list[KernelLaunch]:
-    return [step for step in plan_grouped(layer).steps if isinstance(step, KernelLaunch)]
-
-
 def text_of(step: KernelLaunch) -> str:
     """The classes of a product's unit; empty for this package's kernels."""
     if not step.kernel.unit:
@@ -121,25 +117,25 @@ def text_of(step: KernelLaunch) -> str:
 
 def test_a_layer_has_five_launches_and_no_buffer():
     plan = plan_grouped(LAYER)
-    symbols = [step.kernel.symbol for step in launches(LAYER)]
+    symbols = [step.kernel.symbol for step in plan_grouped(LAYER).launches]
     assert symbols == ["group_tokens", "humming", "activate_rows", "humming", "combine_rows"]
     assert plan.buffer.num_bytes == 0 and plan.unstaged == ()
 
 
 def test_what_reads_the_tables_early_does_not_start_before_they_are_there():
-    early = [step.config.programmatic_serialization for step in launches(LAYER)]
+    early = [step.config.programmatic_serialization for step in plan_grouped(LAYER).launches]
     # The first product reads tables of the kernel before it, so it waits for that one's end.
     assert early == [False, False, True, True, True]
-    kept = [text_of(step).count("kUsePdl = true") for step in launches(LAYER)]
+    kept = [text_of(step).count("kUsePdl = true") for step in plan_grouped(LAYER).launches]
     assert kept == [0, 1, 0, 1, 0]
-    apart = launches(replace(LAYER, early=False))
+    apart = plan_grouped(replace(LAYER, early=False)).launches
     assert not any(step.config.programmatic_serialization for step in apart)
     ampere = replace(LAYER, arch=80, activations="bf16", second_scales=("none", "none"))
-    assert not any(step.config.programmatic_serialization for step in launches(ampere))
+    assert not any(step.config.programmatic_serialization for step in plan_grouped(ampere).launches)
 
 
 def test_rows_of_w2_are_padded_and_not_stored():
-    _, first, _, second, _ = map(text_of, launches(LAYER))
+    _, first, _, second, _ = map(text_of, plan_grouped(LAYER).launches)
     assert "using Problem = Shape<0, 1536, 2944>;" in first
     assert "using Problem = Shape<0, 3072, 768>;" in second
     assert "using Padding = Shape<0, 128, 0>;" in second
@@ -154,11 +150,11 @@ def test_scratch_holds_every_slot():
 
 
 def test_stream_k_sums_in_turn_on_hopper():
-    _, first, *_ = launches(replace(LAYER, stream_k=True))
+    _, first, *_ = plan_grouped(replace(LAYER, stream_k=True)).launches
     assert "kSmVersion = 80u" in text_of(first)
     locks = next(argument for argument in first.arguments if argument.name == "locks")
     assert isinstance(locks, Pointer) and locks.operand is not None
-    _, first, *_ = launches(replace(LAYER, stream_k=False))
+    _, first, *_ = plan_grouped(replace(LAYER, stream_k=False)).launches
     assert "kSmVersion = 90u" in text_of(first)
     assert Pointer("locks", None) in first.arguments
 
@@ -173,7 +169,7 @@ def test_maps_stay_inside_the_weights():
         layer = replace(
             LAYER, weights=weights, activations=activations, second_scales=scales, num_tokens=4096
         )
-        _, first, *_ = launches(layer)
+        _, first, *_ = plan_grouped(layer).launches
         maps = {a.name: a.spec for a in first.arguments if isinstance(a, TensorMap)}
         spec = maps["B"]
         last = sum((d - 1) * s for d, s in zip(spec.dims[1:], spec.strides, strict=True))

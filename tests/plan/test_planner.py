@@ -6,7 +6,7 @@ from problems import B200, H100, config
 from jax_megamoe import Activation
 from jax_megamoe.plan import check_sizes, plan_mega_moe
 from jax_megamoe.plan.device import DeviceSpec
-from jax_megamoe.plan.launch import Fill, Float32, KernelLaunch, LaunchPlan, Pointer, TensorMap
+from jax_megamoe.plan.launch import Fill, Float32, LaunchPlan, Pointer, TensorMap
 from jax_megamoe.plan.operand import Operand
 
 ROUTED = {"w13_weight", "w2_weight", "symmetric_buffer", "y"}
@@ -19,7 +19,7 @@ STAGING, OURS = "mega_moe_pre_dispatch_kernel", "stage_tokens"
 def names(plan: LaunchPlan) -> set[str]:
     """Operands that a plan's launches point to, constants left out."""
     found: set[str] = set()
-    for launch in launches(plan):
+    for launch in plan.launches:
         for argument in launch.arguments:
             if isinstance(argument, Pointer) and argument.operand is not None:
                 found.add(argument.operand.name)
@@ -28,12 +28,8 @@ def names(plan: LaunchPlan) -> set[str]:
     return found - dict(plan.constants).keys()
 
 
-def launches(plan: LaunchPlan) -> list[KernelLaunch]:
-    return [step for step in plan.steps if isinstance(step, KernelLaunch)]
-
-
 def symbols(plan: LaunchPlan) -> list[str]:
-    return [launch.kernel.symbol for launch in launches(plan)]
+    return [launch.kernel.symbol for launch in plan.launches]
 
 
 CASES = [
@@ -64,8 +60,8 @@ def test_sm100_plans(weight_format, source, kernels, operands):
     assert names(plan) == ROUTED | INPUTS | operands
     assert plan.unstaged == ()
     assert (plan.num_ranks, plan.block_m, plan.buffer.max_num_tokens) == (8, 32, 1920)
-    assert {launch.kernel.arch for launch in launches(plan)} == {"sm_100f"}
-    mega = launches(plan)[-1]
+    assert {launch.kernel.arch for launch in plan.launches} == {"sm_100f"}
+    mega = plan.launches[-1]
     assert mega.kernel.source == (source or "sgl")
     assert mega.config.grid == (148, 1, 1) and mega.config.cluster == (2, 1, 1)
     assert 200_000 < mega.config.smem <= 232_448
@@ -76,17 +72,17 @@ def test_sm90_plan():
     assert symbols(plan) == ["sm90_mega_moe_pre_dispatch_kernel", "sm90_fp8_mega_moe_impl"]
     assert names(plan) == ROUTED | SCALES | INPUTS
     assert plan.unstaged == plan.constants == ()
-    staging, mega = launches(plan)
+    staging, mega = plan.launches
     assert staging.config.block == (7168 // 8, 1, 1)
     assert staging.config.grid == (64 + -(-(1024 - 64) * 8 // 896), 1, 1)
     assert mega.config.block == (384, 1, 1) and mega.config.programmatic_serialization
-    assert {launch.kernel.arch for launch in launches(plan)} == {"sm_90a"}
+    assert {launch.kernel.arch for launch in plan.launches} == {"sm_90a"}
     assert (plan.block_m, plan.buffer.max_num_tokens) == (64, 1024)
 
 
 def test_large_calls_on_sm90_pair_their_sms():
     plan = plan_mega_moe(config(weight_format="fp8_block", max_num_tokens=4096), H100, 4096, 8)
-    mega = launches(plan)[-1]
+    mega = plan.launches[-1]
     assert plan.block_m == 128 and mega.config.cluster == (2, 1, 1)
     assert not mega.config.programmatic_serialization
 
@@ -94,7 +90,7 @@ def test_large_calls_on_sm90_pair_their_sms():
 def test_the_locality_table_is_a_constant_of_the_plan():
     plan = plan_mega_moe(config(), B200, 64, 8)
     assert plan.constants == (("sm_locality_domains", bytes([0, 0, 1, 1] * 37)),)
-    assert launches(plan)[-1].arguments[-1] == Pointer(
+    assert plan.launches[-1].arguments[-1] == Pointer(
         "sm_locality_domains", Operand("sm_locality_domains")
     )
     assert plan_mega_moe(config(weight_format="nvfp4"), B200, 64, 8, "vllm").constants == ()
@@ -107,19 +103,20 @@ def test_the_locality_table_has_an_entry_for_every_sm_of_the_device(source, rese
     device = DeviceSpec(100, 148 - reserved, reserved_sms=reserved)
     plan = plan_mega_moe(config(), device, 64, 8, source)
     assert dict(plan.constants) == {"sm_locality_domains": bytes([0, 0, 1, 1] * 37)}
-    assert launches(plan)[-1].config.grid == (148 - reserved, 1, 1)
+    assert plan.launches[-1].config.grid == (148 - reserved, 1, 1)
 
 
 def test_vllm_plans_clear_ready_words_where_there_are_peers():
     fill = Fill(Operand("symmetric_buffer", 128), 576)
-    assert plan_mega_moe(config(), B200, 64, 8, "vllm").steps[0] == fill
+    plan = plan_mega_moe(config(), B200, 64, 8, "vllm")
+    assert plan.steps == (fill, *plan.launches)
     assert fill not in plan_mega_moe(config(), B200, 64, 1, "vllm").steps
     assert plan_mega_moe(config(), B200, 64, 8, "sgl").steps[0] != fill
 
 
 def test_blackwell_ultra_has_its_own_architecture_in_the_vllm_source():
     b300 = DeviceSpec(103, 148)
-    archs = {s: launches(plan_mega_moe(config(), b300, 64, 8, s))[-1] for s in ("sgl", "vllm")}
+    archs = {s: plan_mega_moe(config(), b300, 64, 8, s).launches[-1] for s in ("sgl", "vllm")}
     assert {s: launch.kernel.arch for s, launch in archs.items()} == {
         "sgl": "sm_100f",
         "vllm": "sm_103f",
@@ -132,7 +129,7 @@ def test_no_tokens_still_launch(weight_format):
     assert names(plan) == names(plan_mega_moe(config(weight_format=weight_format), B200, 1, 8)) - {
         *("x", "topk_ids", "topk_weights", "y")
     }
-    assert launches(plan)[-1].config.grid == (148, 1, 1)
+    assert plan.launches[-1].config.grid == (148, 1, 1)
 
 
 def test_stats_are_an_operand_where_asked_for():
@@ -144,7 +141,7 @@ def test_the_scale_of_layer_2_inputs_is_a_value_in_the_vllm_source():
     plan = plan_mega_moe(
         config(weight_format="nvfp4"), B200, 64, 8, "vllm", l2_activation_scale=0.25
     )
-    assert Float32("l2_activation_scale", 0.25) in launches(plan)[-1].arguments
+    assert Float32("l2_activation_scale", 0.25) in plan.launches[-1].arguments
 
 
 def test_equal_arguments_give_the_same_plan_object():
@@ -180,7 +177,7 @@ SOURCES = [
 def test_the_first_source_that_can(fields, source):
     assert check_sizes(config(**fields), B200, 8) == source
     plan = plan_mega_moe(config(**fields), B200, 64, 8)
-    assert launches(plan)[-1].kernel.source == source
+    assert plan.launches[-1].kernel.source == source
 
 
 WIDE_POOL = {"hidden_size": 8704, "max_num_tokens": 6144, "num_experts": 16}
@@ -206,12 +203,12 @@ def test_what_the_kernels_run_beside_their_limits(fields, device, source):
 
 def test_an_argument_overrides_the_source_of_the_config():
     plan = plan_mega_moe(config(kernel_source="vllm"), B200, 64, 8, "sgl")
-    assert launches(plan)[-1].kernel.source == "sgl"
+    assert plan.launches[-1].kernel.source == "sgl"
 
 
 def test_situ_is_its_own_kernel_in_the_vllm_source():
     situ = config(activation=Activation("situ", alpha=2.0, beta=3.0))
-    mega = launches(plan_mega_moe(situ, B200, 64, 8))[-1]
+    mega = plan_mega_moe(situ, B200, 64, 8).launches[-1]
     assert mega.kernel.symbol == "sm100_fp8_fp4_mega_moe_situ_impl"
     assert mega.kernel.template_args[-4:-1] == ("0x1p+1f", "0x1.8p+1f", "true")
 

@@ -48,11 +48,7 @@ def planned(weight_format: str, *, num_tokens: int = 64, **options) -> LaunchPla
 
 
 def staging(plan: LaunchPlan) -> KernelLaunch:
-    (launch,) = [
-        step
-        for step in plan.steps
-        if isinstance(step, KernelLaunch) and step.kernel.source == "jax_megamoe"
-    ]
+    (launch,) = [step for step in plan.launches if step.kernel.source == "jax_megamoe"]
     return launch
 
 
@@ -136,7 +132,7 @@ def test_the_scale_of_layer_2_becomes_scratch():
 
 
 def kernels(plan: LaunchPlan) -> list[str]:
-    return [step.kernel.symbol for step in plan.steps if isinstance(step, KernelLaunch)]
+    return [step.kernel.symbol for step in plan.launches]
 
 
 @pytest.mark.parametrize("form", ["mxfp4", "nvfp4", "fp8_block"])
