@@ -14,6 +14,7 @@ SLOW = (
     "cli/test_bench_load.py",
     "cli/test_demo.py",
     "compile/test_kernels.py",
+    "compile/test_slots.py",
     "emulator",
     "ffi/test_fuzz.py",
     "ffi/test_processes.py",
