@@ -4,9 +4,10 @@
 
 One process, a rank on each GPU. The layer is timed inside a scan over layers that differ in their
 routing, by the host's clock, median of several scans. Beside it the unfused ways in the same run:
-`xla` on the same parameters (XLA's all-to-all and grouped matmuls) and, in bfloat16, all_to_all
-with ragged_dot. The layer is fp8_block, or --recipe mxfp4_block. Results go to $OUT after every
-row; what does not fit --seconds is left out.
+`grouped` (grouped products between all-to-alls, on parameters of their own layout), `xla` on the
+same parameters (XLA's all-to-all and matmuls) and, in bfloat16, all_to_all with ragged_dot. The
+layer is fp8_block, or --recipe mxfp4_block. Results go to $OUT after every row; what does not fit
+--seconds is left out.
 
 To try the script itself: JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=2 and --small.
 """
@@ -61,9 +62,10 @@ PUBLISHED = {
 
 NOTES = (
     "`us`: one call of `mega_moe(implementation='deep_gemm')` inside a scan (64 calls up to 128 "
-    "tokens, else 16), staging included; `xla` and `bf16` the unfused ways (scan of 2), over it in "
-    "brackets. `error` is against `xla`. Weights: bytes of the experts that have tokens on the "
-    "busiest rank. Link: bytes that enter the busiest rank from others, tokens and results.",
+    "tokens, else 16), staging included; `grouped` likewise; `xla` and `bf16` the unfused ways "
+    "(scan of 2). In brackets: over `us`. `error` is against `xla`. Weights: bytes of the experts "
+    "that have tokens on the busiest rank. Link: bytes that enter the busiest rank from others, "
+    "tokens and results.",
     "`published`: public H200 figures for the same kernel family; 8 GPUs are implied and the "
     "number of expert-parallel ranks is not stated, so they compare with 8 ranks at best: of fewer "
     "ranks each reads and multiplies with more experts.",
@@ -94,6 +96,7 @@ class Report:
 COLUMNS: dict[str, Callable[[Json, Json], Any]] = {
     "tokens a rank": lambda row, _: row["tokens"],
     "us": lambda row, _: f"{row['us']:.1f}",
+    "grouped": lambda row, _: f"{row['grouped_us']:.1f} ({row['grouped_us'] / row['us']:.2f} x)",
     "xla": lambda row, _: f"{row['xla_us']:.0f} ({row['xla_us'] / row['us']:.1f} x)",
     "bf16": lambda row, _: f"{row['bf16_us']:.0f} ({row['bf16_us'] / row['us']:.1f} x)",
     "error": lambda row, _: f"{row['error']:.4f}",
@@ -179,6 +182,14 @@ class Run:
         self._y[f"{layer.name} {num_tokens}"] = run()
         return {"us": us, **work(layer, ids)}
 
+    def grouped(
+        self, layer: Layer, call: Callable[..., Array], parameters: Any, num_tokens: int
+    ) -> Json:
+        """`grouped` on the routings of `kernel`."""
+        num_layers = 64 if num_tokens <= FEW_TOKENS else 16
+        run = partial(layer.repeated(call), *layer.tokens(num_tokens, num_layers), parameters)
+        return {"grouped_us": seconds(run, 9) / num_layers * 1e6}
+
     def unfused(
         self, layer: Layer, call: Callable[..., Array], parameters: Any, num_tokens: int, name: str
     ) -> Json:
@@ -245,6 +256,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two token counts, no bf16")
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
     parser.add_argument("--recipe", default="fp8_block")
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     options = parser.parse_args()
     faulthandler.dump_traceback_later(options.seconds + 60, exit=True)
     found = {} if options.small else ceilings()
@@ -263,6 +275,7 @@ def main() -> None:
     layers = [
         Layer(name, config(**(SMALL if options.small else sizes)), mesh)
         for name, sizes in SHAPES.items()
+        if name in options.shapes
     ]
     run = Run(report, options.seconds)
     if jax.default_backend() == "gpu":
@@ -273,7 +286,7 @@ def main() -> None:
 
 
 def measure_all(run: Run, layers: list[Layer], tokens: tuple[int, ...], quick: bool) -> None:
-    """Every cell: the kernel, then `xla`, then bfloat16."""
+    """Every cell: the kernel, then `grouped`, `xla` and bfloat16."""
     weights = {}
     for layer in layers:
         try:
@@ -290,6 +303,8 @@ def measure_all(run: Run, layers: list[Layer], tokens: tuple[int, ...], quick: b
                 layer, count, "deep_gemm", partial(run.kernel, layer, weights[layer.name], count)
             )
     for layer in layers:
+        beside_grouped(run, layer, tokens)
+    for layer in layers:
         for count in tokens:
             call, parameters = layer.fused("xla"), weights[layer.name]
             run.attempt(
@@ -302,6 +317,18 @@ def measure_all(run: Run, layers: list[Layer], tokens: tuple[int, ...], quick: b
             run.attempt(
                 layer, count, "bf16", partial(run.unfused, layer, call, matrices, count, "bf16")
             )
+
+
+def beside_grouped(run: Run, layer: Layer, tokens: tuple[int, ...]) -> None:
+    """`grouped` at every number of tokens, where this machine has it."""
+    try:
+        parameters = layer.grouped_parameters()
+    except (ImportError, NotImplementedError, RuntimeError) as error:
+        run.report.add(f"{layer.name} layer", {"grouped refused": str(error)})
+        return
+    call = layer.fused("grouped")
+    for count in tokens:
+        run.attempt(layer, count, "grouped", partial(run.grouped, layer, call, parameters, count))
 
 
 if __name__ == "__main__":

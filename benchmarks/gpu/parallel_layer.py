@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 import jax_megamoe as mm
-from jax_megamoe.cli.gpu.contenders import random_matrices
+from jax_megamoe.cli.gpu.contenders import grouped_layout, random_matrices, random_weights
 from jax_megamoe.cli.gpu.routings import routing
 from jax_megamoe.weights.drawn import random_experts
 
@@ -47,6 +47,11 @@ class Layer:
         """Random parameters."""
         part = replace(self.config, num_experts=self.local_experts)
         return self.drawn(partial(random_experts, part))
+
+    def grouped_parameters(self) -> mm.ExpertWeights:
+        """Random parameters in the layout that grouped products read."""
+        part = replace(self.config, num_experts=self.local_experts)
+        return self.drawn(partial(random_weights, part, grouped_layout(part)))
 
     def matrices(self) -> tuple[Array, Array]:
         """Random bfloat16 matrices for `unfused`."""

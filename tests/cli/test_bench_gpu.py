@@ -196,7 +196,7 @@ def test_ragged_layer_is_the_layer() -> None:
 def test_parameters_made_in_a_program_are_those_of_a_user(recipe: str, layout: str | None) -> None:
     """Traced, they have the arrays and shapes that the public functions give."""
     config = TINY.config(recipe, 8)
-    got = jax.jit(lambda key: contenders._drawn(TINY, config, layout, key))(jax.random.key(3))
+    got = jax.jit(lambda key: contenders.random_weights(config, layout, key))(jax.random.key(3))
     want = random_experts(config, jax.random.key(3))
     want = want if layout is None else mm.to_layout(want, layout)
     assert jax.tree.structure(got) == jax.tree.structure(want)

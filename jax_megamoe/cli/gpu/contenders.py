@@ -43,25 +43,36 @@ Prepare = Callable[[Model, str, int], Prepared]
 
 def _ours(implementation: str, model: Model, recipe: str, num_tokens: int) -> Prepared:
     config = model.config(recipe, num_tokens)
-    layout = None
-    if implementation == "grouped":
-        spec = spec_of(jax.devices()[0], implementation="grouped")
-        if isinstance(spec, Refusal):
-            raise spec.error()
-        layout = grouped.layout_of(config, spec.arch)
-        if isinstance(layout, Refusal):
-            raise layout.error()
+    layout = grouped_layout(config) if implementation == "grouped" else None
     call = partial(mega_moe, config=config, implementation=implementation)
-    return Prepared(call, partial(_drawn, model, config, layout), _bytes)
+    make = partial(random_weights, config, layout, has_biases=model.has_biases)
+    return Prepared(call, make, _bytes)
 
 
-def _drawn(model: Model, config: MoEConfig, layout: str | None, key: Array) -> ExpertWeights:
+def grouped_layout(config: MoEConfig) -> str:
+    """The layout that the grouped products of the default device read.
+
+    Raises:
+        NotImplementedError: none of them runs the config there.
+    """
+    spec = spec_of(jax.devices()[0], implementation="grouped")
+    if isinstance(spec, Refusal):
+        raise spec.error()
+    layout = grouped.layout_of(config, spec.arch)
+    if isinstance(layout, Refusal):
+        raise layout.error()
+    return layout
+
+
+def random_weights(
+    config: MoEConfig, layout: str | None, key: Array, *, has_biases: bool = False
+) -> ExpertWeights:
     """Random parameters, in the layout that is asked for or in the config's own."""
     if layout is not None and layout in GROUPED_LAYOUTS:
-        drawn = random_experts(config, key, layout=INTERLEAVE_8, has_biases=model.has_biases)
+        drawn = random_experts(config, key, layout=INTERLEAVE_8, has_biases=has_biases)
         # Of random matrices one second scale each is exact, as `to_layout` finds where it may look.
         return to_grouped(drawn, layout, by_row=False)
-    return random_experts(config, key, layout=layout, has_biases=model.has_biases)
+    return random_experts(config, key, layout=layout, has_biases=has_biases)
 
 
 def _bytes(weights: ExpertWeights) -> float:
