@@ -4,10 +4,10 @@
         [--quick] [--shapes qwen3_30b] [--weights bf16]
 
 Needs Humming's or sgl's headers and a compiler, as tests/gpu/check_grouped.py. A layer's time is
-that of a scan of LAYERS layers, each with every id one further, so that weights come from memory;
-`products` is the same with the two products alone, on tables that one call made, so that the
-difference is what sorting, quantising, activation and sum cost. Results go to $OUT after every row,
-as JSON.
+that of a program of LAYERS layers, each with every id one further, so that weights come from
+memory; `products` is the same with the two products alone, on tables that one call made, so that
+the difference is what sorting, quantising, activation and sum cost. Results go to $OUT after every
+row, as JSON.
 
     PYTHONPATH=.:tests:tests/gpu:benchmarks/gpu python benchmarks/gpu/grouped.py --gpt-oss 36
 
@@ -35,13 +35,14 @@ from jaxtyping import Array
 
 import jax_megamoe as mm
 from jax_megamoe.cli.gpu.models import MODELS
+from jax_megamoe.cli.gpu.routings import ROUTINGS, in_turn
 from jax_megamoe.compile import compile_many
 from jax_megamoe.launch import grouped, launcher
 from jax_megamoe.plan.grouped.layer import GroupedLayer, plan_grouped
 from jax_megamoe.plan.grouped.rules import planned_arch, source_of
 from jax_megamoe.runtime.devices import device_spec
 
-LAYERS = 32
+LAYERS = ROUTINGS
 TOKENS = (1, 8, 64, 256, 1024, 4096)
 QUICK_TOKENS = (1, 8, 64)
 SECONDS = 500
@@ -88,20 +89,21 @@ def microseconds(function: Callable[[], Any], calls: int, repeats: int = 7) -> f
     return 1e6 * float(np.median(times))
 
 
-def scanned(each: GroupedLayer) -> Callable[[dict[str, Array]], Array]:
-    """LAYERS layers, the nth with every id n further; each adds nothing to the next's tokens."""
+def layers(each: GroupedLayer, operands: dict[str, Array]) -> Callable[[], Any]:
+    """LAYERS layers as one program, the nth with every id n further."""
+    alone = {name: array for name, array in operands.items() if name not in ("x", "topk_ids")}
 
-    def step(carry: Array, n: Array, operands: dict[str, Array]) -> tuple[Array, None]:
-        ids = operands["topk_ids"]
-        moved = jnp.where(ids >= 0, (ids + n) % each.num_logical, -1)
-        y = grouped.launch_layer(each, operands | {"x": carry, "topk_ids": moved})["y"]
-        return carry + y * jnp.bfloat16(0), None
+    def layer(x: Array, ids: Array, operands: dict[str, Array]) -> Array:
+        return grouped.launch_layer(each, operands | {"x": x, "topk_ids": ids})["y"]
 
-    def run(operands: dict[str, Array]) -> Array:
-        layers = jnp.arange(LAYERS, dtype=jnp.int32)
-        return lax.scan(partial(step, operands=operands), operands["x"], layers)[0]
+    program = in_turn(layer, unrolled=True)
+    return partial(program, operands["x"], turns_of(each, operands), alone)
 
-    return jax.jit(run)
+
+def turns_of(each: GroupedLayer, operands: dict[str, Array]) -> tuple[Array, ...]:
+    """The ids of each layer of a program."""
+    ids = operands["topk_ids"]
+    return tuple(jnp.where(ids >= 0, (ids + n) % each.num_logical, -1) for n in range(LAYERS))
 
 
 def products_alone(each: GroupedLayer, operands: dict[str, Array]) -> Callable[[], Array]:
@@ -114,10 +116,8 @@ def products_alone(each: GroupedLayer, operands: dict[str, Array]) -> Callable[[
     written = {name: shapes[name] for name in ("h", "outputs")}
     call = jax.jit(partial(grouped.launch_layer, replace(each, early=False)))
     made: list[dict[str, Array]] = []
-    for n in range(LAYERS):
-        ids = operands["topk_ids"]
-        moved = jnp.where(ids >= 0, (ids + n) % each.num_logical, -1)
-        out = call(operands | {"topk_ids": moved})
+    for ids in turns_of(each, operands):
+        out = call(operands | {"topk_ids": ids})
         made.append({name: out[name] for name in shapes if name not in written})
 
     @jax.jit
@@ -144,8 +144,7 @@ def row(shape: str, recipe: tuple[str, str], num_tokens: int, weights: Any) -> R
         timed["plain"] = replace(each, stream_k=False)
     found: dict[str, float] = {}
     for name, variant in timed.items():
-        run = scanned(variant)
-        found[name] = microseconds(lambda run=run: run(operands), LAYERS)
+        found[name] = microseconds(layers(variant, operands), LAYERS)
     found.setdefault("plain", found["layer"])
     found["products"] = microseconds(products_alone(each, operands), LAYERS)
     routed = sum(a.nbytes for n, a in stored.routed.arrays().items() if "_weight" in n)

@@ -26,7 +26,9 @@ _SCOPES = (
     ("attention", re.compile(r"/attention(/|$)")),
 )
 _OURS = re.compile(
-    r"humming|mega_moe|moe_gemm|group_tokens|stage_tokens|activate_rows|combine_rows", re.IGNORECASE
+    r"humming|mega_moe|moe_gemm|gemm_impl|stage_tokens|group_tokens|place_rows|gather_rows"
+    r"|activate_rows|combine_rows",
+    re.IGNORECASE,
 )
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = .*?metadata=\{[^}]*?op_name=\"([^\"]*)\"")
 _DERIVED = ("XLA", "Framework", "Source", "Steps", "TensorFlow", "Launch")

@@ -254,6 +254,7 @@ def _described(
         rounds=recipe.rounding.rounds_gate_up,
         weighs_in_combine=recipe.rounding.weighs_in_combine,
         shared_memory=route.shared_memory,
+        fast_math=config.fast_math,
         early=route.early,
     )
 

@@ -161,8 +161,9 @@ def test_slow_calls_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(calls) in (times, times + 5)
 
 
-def test_routings_take_turns() -> None:
-    """Of 32 experts, 16 layers use others by two each; the tokens stay."""
+@pytest.mark.parametrize("unrolled", [True, False])
+def test_routings_take_turns(unrolled: bool) -> None:
+    """Of 32 experts, 16 layers use others by two each, one after the other; the tokens stay."""
     seen: list[int] = []
 
     def layer(x: jax.Array, ids: jax.Array) -> jax.Array:
@@ -170,10 +171,26 @@ def test_routings_take_turns() -> None:
         return x
 
     x = jnp.ones((1, 4), jnp.bfloat16)
-    y = routings.rotated(layer, 32)(x, jnp.full((1, 1), 3, jnp.int32))
+    turns = routings.turns(jnp.full((1, 1), 3, jnp.int32), 32)
+    found = routings.in_turn(layer, unrolled=unrolled)(x, turns)
     jax.effects_barrier()
     assert seen == [(3 + 2 * n) % 32 for n in range(ROUTINGS)]
-    np.testing.assert_array_equal(np.asarray(y, np.float32), 1)
+    assert len(jax.tree.leaves(found)) == (ROUTINGS if unrolled else 1)
+    for y in jax.tree.leaves(found):
+        np.testing.assert_array_equal(np.asarray(y, np.float32), 1)
+
+
+def test_a_timed_program_has_every_layer_in_order() -> None:
+    """Layers that need nothing of each other are all there, and have an order."""
+
+    def layer(x: jax.Array, ids: jax.Array) -> jax.Array:
+        return x + ids
+
+    x = jnp.ones((1, 1), jnp.int32)
+    turns = routings.turns(jnp.full((1, 1), 3, jnp.int32), 32)
+    lowered = routings.in_turn(layer, unrolled=True).lower(x, turns).as_text()
+    assert lowered.count("stablehlo.add") == ROUTINGS
+    assert lowered.count("stablehlo.optimization_barrier") == ROUTINGS
 
 
 def test_ragged_layer_is_the_layer() -> None:

@@ -68,7 +68,7 @@ VARIANTS = (
 )
 SORTED = (
     *VARIANTS,
-    # A block of 256, of 1024 and of 512 threads with a row each; and many rows a thread.
+    # A block of 256, of 1024 and of 512 threads with a row each; and several blocks.
     layer("fp8_block", num_tokens=86, num_experts=300, num_logical=300),
     layer("bf16", num_tokens=7, top_k=1, num_experts=8, num_logical=8, stream_k=True),
     layer("mxfp8", num_tokens=200),
@@ -79,18 +79,23 @@ IN_SLOTS = (
     layer("bf16", weights="bf16"),
     layer("bf16", weights="bf16", num_tokens=90),
     layer("bf16", weights="bf16", num_tokens=700, num_experts=300, num_logical=300),
+    layer("bf16", weights="bf16", num_tokens=400),
 )
 
 
 @pytest.fixture(scope="module")
 def on_host(tmp_path_factory) -> HostKernels:
-    own = ("group_tokens", "activate_rows", "combine_rows")
-    found = [steps(plan_grouped(each)) for each in SORTED]
-    kernels = [launches[name].kernel for launches in found for name in own]
-    for each in IN_SLOTS:
-        launches = steps(plan_grouped(each))
-        kernels += [launches[name].kernel for name in ("group_tokens", "gather_rows")]
-    return HostKernels(kernels, tmp_path_factory.mktemp("kernels"))
+    found = [steps(plan_grouped(each)) for each in (*SORTED, *IN_SLOTS)]
+    own = [s.kernel for each in found for s in each.values() if s.kernel.source == "jax_megamoe"]
+    return HostKernels(own, tmp_path_factory.mktemp("kernels"))
+
+
+def sort(on_host: HostKernels, plan: LaunchPlan, arrays: dict[str, np.ndarray]) -> None:
+    """The launches before the first product, or before its rows are gathered."""
+    launches = steps(plan)
+    for name in ("group_tokens", "place_rows"):
+        if name in launches:
+            on_host.launch(launches[name], arrays)
 
 
 def scratch(plan: LaunchPlan) -> dict[str, np.ndarray]:
@@ -146,7 +151,7 @@ def test_rows_are_sorted_and_tokens_quantised(on_host, each):
         arrays["num_replicas"] = np.asarray(eplb.num_replicas)
         each = replace(each, max_replicas=arrays["logical_to_physical"].shape[1])
         plan = plan_grouped(each)
-    on_host.launch(steps(plan)["group_tokens"], arrays)
+    sort(on_host, plan, arrays)
 
     sizes = dict(top_k=each.top_k, hidden_size=HIDDEN, intermediate_size=INTER, max_num_tokens=999)
     config = MoEConfig(num_experts=each.num_experts, num_logical_experts=each.num_logical, **sizes)
@@ -179,7 +184,7 @@ def test_rows_are_sorted_and_tokens_quantised(on_host, each):
 def test_rows_in_slots_are_those_of_the_tables(on_host, each):
     plan = plan_grouped(each)
     arrays = scratch(plan) | tokens_of(each)
-    on_host.launch(steps(plan)["group_tokens"], arrays)
+    sort(on_host, plan, arrays)
     experts = arrays["row_experts"]
     assert (experts < 0).any() and (experts >= 0).any()
     slots, blocks = expected_tables(experts, each.num_experts, plan.block_m)

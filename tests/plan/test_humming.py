@@ -122,6 +122,20 @@ def test_a_layer_has_five_launches_and_no_buffer():
     assert plan.buffer.num_bytes == 0 and plan.unstaged == ()
 
 
+def test_rows_of_more_than_a_block_are_counted_and_then_placed():
+    """128 experts, 8 a token: 1,024 rows are one block's, a row more needs another launch."""
+    assert [replace(LAYER, num_tokens=count).sorters for count in (128, 129)] == [1, 2]
+    group, place, *_ = plan_grouped(replace(LAYER, num_tokens=129)).launches
+    assert [each.kernel.symbol for each in (group, place)] == ["group_tokens", "place_rows"]
+    assert {"row_counts", "sorted_ids"} <= {
+        each.operand.name
+        for each in place.arguments
+        if isinstance(each, Pointer) and each.operand is not None
+    }
+    assert Pointer("sorted_ids", None) in group.arguments
+    assert place.config.grid == (2, 1, 1) and place.config.programmatic_serialization
+
+
 def test_what_reads_the_tables_early_does_not_start_before_they_are_there():
     early = [step.config.programmatic_serialization for step in plan_grouped(LAYER).launches]
     # The first product reads tables of the kernel before it, so it waits for that one's end.
@@ -169,7 +183,9 @@ def test_maps_stay_inside_the_weights():
         layer = replace(
             LAYER, weights=weights, activations=activations, second_scales=scales, num_tokens=4096
         )
-        _, first, *_ = plan_grouped(layer).launches
+        first = next(
+            each for each in plan_grouped(layer).launches if each.kernel.symbol == "humming"
+        )
         maps = {a.name: a.spec for a in first.arguments if isinstance(a, TensorMap)}
         spec = maps["B"]
         last = sum((d - 1) * s for d, s in zip(spec.dims[1:], spec.strides, strict=True))

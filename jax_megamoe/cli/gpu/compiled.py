@@ -12,7 +12,7 @@ import jax
 from jax_megamoe.cli.gpu import contenders
 from jax_megamoe.cli.gpu.machine import REFUSED, line_of
 from jax_megamoe.cli.gpu.models import Model
-from jax_megamoe.cli.gpu.routings import drawn, rotated, tokens
+from jax_megamoe.cli.gpu.routings import ROUTINGS, drawn, in_turn, tokens
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Built:
 
     Attributes:
         make: f(key) -> parameters.
-        runs: by number of tokens f(x, ids, factors, parameters), or why there is none.
+        runs: by number of tokens f(x, ids of all turns, factors, parameters), or why there is none.
         weight_bytes: of one expert.
     """
 
@@ -111,7 +111,8 @@ def _run(future: "Future[Any]", entry: Entry, count: int, late: Callable[[], boo
         return made if isinstance(made, str) else LATE
     layer, _, shapes, _ = made
     try:
-        like = jax.eval_shape(partial(tokens, entry.model, count))
-        return rotated(layer, entry.model.num_experts).lower(*like, shapes).compile()
+        x, ids, factors = jax.eval_shape(partial(tokens, entry.model, count))
+        program = in_turn(layer, unrolled=entry.implementation in contenders.OWN_KERNELS)
+        return program.lower(x, (ids,) * ROUTINGS, factors, shapes).compile()
     except REFUSED as error:
         return line_of(error)

@@ -21,6 +21,8 @@ from jax_megamoe.weights.params import ExpertWeights
 from jax_megamoe.weights.regroup import to_grouped
 
 IMPLEMENTATIONS = ("deep_gemm", "grouped", "xla")
+OWN_KERNELS = ("deep_gemm", "grouped")
+"""Those of a few launches, which XLA has nothing to compile of."""
 
 
 class Prepared(NamedTuple):

@@ -19,7 +19,7 @@ from jax_megamoe.cli.gpu.machine import REFUSED, Timer, ceilings, line_of, versi
 from jax_megamoe.cli.gpu.models import BYTES_OF_A_WEIGHT, Model
 from jax_megamoe.cli.gpu.peer_process import PeerProcess
 from jax_megamoe.cli.gpu.result import GpuResult, Timing
-from jax_megamoe.cli.gpu.routings import ROUTINGS, drawn
+from jax_megamoe.cli.gpu.routings import ROUTINGS, drawn, turns
 from jax_megamoe.formats import RECIPES
 from jax_megamoe.launch.runnable import supported
 from jax_megamoe.plan.refusal import Refusal
@@ -177,7 +177,7 @@ def _waves(turns: Sequence[Entry]) -> list[list[Entry]]:
     then, each for itself, what XLA compiles, which may take it minutes."""
     found: dict[str, list[Entry]] = {"": []}
     for each in turns:
-        by_xla = each.implementation in (*contenders.PEERS, "xla")
+        by_xla = each.implementation not in (*contenders.OWN_KERNELS, *TORCH_PEERS)
         found.setdefault(each.implementation if by_xla else "", []).append(each)
     return [wave for wave in found.values() if wave]
 
@@ -221,7 +221,8 @@ def _rows(
         try:
             if parameters is None:
                 parameters = jax.block_until_ready(built.make(jax.random.key(0)))
-            taken = timer(partial(run, x, ids, factors, parameters)) / ROUTINGS
+            each = turns(ids, entry.model.num_experts)
+            taken = timer(partial(run, x, each, factors, parameters)) / ROUTINGS
         except REFUSED as error:
             why = line_of(error)
         yield _row(entry, count, taken, why, read)

@@ -41,17 +41,34 @@ def turned(ids: Array, turn: Array | int, num_experts: int) -> Array:
     return (ids + turn * max(1, num_experts // ROUTINGS)) % num_experts
 
 
-def rotated(layer: Callable[..., Array], num_experts: int) -> Any:
-    """f(x, ids, factors, parameters): `ROUTINGS` layers in one program, the nth with every id
-    further by n strides; each reads the tokens of the one before, to which nothing is added."""
+def turns(ids: Array, num_experts: int) -> tuple[Array, ...]:
+    """The ids of every turn, each an array of its own."""
+    return tuple(turned(ids, turn, num_experts) for turn in range(ROUTINGS))
 
-    def step(x: Array, n: Array, ids: Array, *rest: Any) -> tuple[Array, None]:
-        y = layer(x, turned(ids, n, num_experts), *rest)
-        # 0 times y keeps the layer in the program; where y is not finite, that shows.
-        return x + y * jnp.bfloat16(0), None
 
-    def run(x: Array, *rest: Any) -> Array:
-        turns = jnp.arange(ROUTINGS, dtype=jnp.int32)
-        return lax.scan(lambda carry, n: step(carry, n, *rest), x, turns)[0]
+def in_turn(layer: Callable[..., Array], *, unrolled: bool) -> Any:
+    """f(x, ids of all turns, factors, parameters) -> y: `ROUTINGS` layers in one program, one after
+    the other, and nothing beside them.
 
-    return jax.jit(run)
+    Args:
+        layer: f(x, ids, factors, parameters) -> y.
+        unrolled: the program has the layer once for each routing, as a CUDA graph of peers has it,
+            and gives back every y; else it has a loop, which XLA compiles in less time and which
+            copies each turn's ids first, and gives back the last y.
+    """
+
+    def apart(x: Array, ids: tuple[Array, ...], *rest: Any) -> tuple[Array, ...]:
+        found: list[Array] = []
+        for each in ids:
+            # Without the barrier nothing would order the layers.
+            after = lax.optimization_barrier((x, *found[-1:]))[0]
+            found.append(layer(after, each, *rest))
+        return tuple(found)
+
+    def looped(x: Array, ids: tuple[Array, ...], *rest: Any) -> Array:
+        def step(_: Array, each: Array) -> tuple[Array, None]:
+            return layer(x, each, *rest), None
+
+        return lax.scan(step, jnp.zeros_like(x), jnp.stack(ids))[0]
+
+    return jax.jit(apart if unrolled else looped)

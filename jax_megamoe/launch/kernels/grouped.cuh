@@ -39,29 +39,37 @@ __device__ __forceinline__ uint32_t to_bf16(float number) {
   return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 }
 
-__device__ __forceinline__ float rounded_to_bf16(float number) {
-  return from_bf16(to_bf16(number));
+// Two float32 likewise, in one instruction of a GPU; `low` in the low half.
+__device__ __forceinline__ uint32_t to_bf16(float low, float high) {
+#ifdef __CUDA_ARCH__
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+#else
+  return to_bf16(low) | to_bf16(high) << 16;
+#endif
 }
 
 // Eight float32 as BF16.
 __device__ __forceinline__ uint4 pack_bf16(const float (&values)[8]) {
   uint32_t words[4];
 #pragma unroll
-  for (uint32_t i = 0; i < 4; ++i) {
-    words[i] = to_bf16(values[2 * i]) | to_bf16(values[2 * i + 1]) << 16;
-  }
+  for (uint32_t i = 0; i < 4; ++i) words[i] = to_bf16(values[2 * i], values[2 * i + 1]);
   return {words[0], words[1], words[2], words[3]};
 }
 
 // Bits of the largest magnitude of eight float32; NaNs are skipped, or win.
 template <bool kSkipNan>
 __device__ __forceinline__ uint32_t amax(const float (&values)[8]) {
+  if constexpr (kSkipNan) {
+    float largest = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) largest = fmaxf(largest, fabsf(values[i]));
+    return __float_as_uint(largest);
+  }
   uint32_t largest = 0;
 #pragma unroll
-  for (uint32_t i = 0; i < 8; ++i) {
-    const uint32_t magnitude = __float_as_uint(values[i]) & 0x7FFFFFFF;
-    if (!kSkipNan || magnitude <= 0x7F800000) largest = max(largest, magnitude);
-  }
+  for (uint32_t i = 0; i < 8; ++i) largest = max(largest, __float_as_uint(values[i]) & 0x7FFFFFFF);
   return largest;
 }
 
@@ -127,120 +135,35 @@ struct Alike {
 };
 
 inline constexpr uint32_t kNoExpert = 0xFFFFFFFF;
-inline constexpr uint32_t kBatch = 8;  // loads in flight of a thread that sorts
 
 // Where the sorted rows are written; any may be null. See `group_tokens`.
 struct Tables {
-  uint32_t *sorted_ids, *expert_ids, *row_slots;
-
-  __device__ __forceinline__ void put(uint32_t slot, uint32_t row) const {
-    if (sorted_ids != nullptr) sorted_ids[slot] = row;
-    if (row_slots != nullptr) row_slots[row] = slot;
-  }
+  uint32_t *sorted_ids, *expert_ids, *num_slots, *row_slots;
+  int32_t *expert_ends, *stats;
 };
 
-// One block sorts the rows (token, slot) by expert, stably: so that the same call gives the same
-// tables, and the products' tiles the same rows. See `group_tokens`.
+// An expert's rows that other blocks sort: of the blocks before this one, and of those behind it.
+struct Elsewhere {
+  uint32_t before = 0, behind = 0;
+};
+
+// A block sorts rows (token, slot) by expert, one a thread, stably: so that the same call gives the
+// same tables, and the products' tiles the same rows.
 template <uint32_t kThreads, uint32_t kExperts, uint32_t kBlockRows>
 struct Sorter {
   static constexpr uint32_t kWarps = kThreads / kWarp;
 
-  uint32_t (&counts)[kWarps][kExperts];  // of a warp's rows; later the next slot of each
+  uint32_t (&counts)[kWarps][kExperts];  // of a warp's rows; later where each warp's begin
   uint32_t (&totals)[kExperts];
   uint32_t (&starts)[kExperts + 1];
-  uint32_t rows, warp, lane, first, last;
+  uint32_t warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
 
-  __device__ __forceinline__ Sorter(uint32_t (&counts)[kWarps][kExperts],
-                                    uint32_t (&totals)[kExperts], uint32_t (&starts)[kExperts + 1],
-                                    uint32_t rows)
-      : counts(counts),
-        totals(totals),
-        starts(starts),
-        rows(rows),
-        warp(threadIdx.x / kWarp),
-        lane(threadIdx.x % kWarp) {
-    const uint32_t share = (rows + kThreads - 1) / kThreads * kWarp;
-    first = min(rows, warp * share);
-    last = min(rows, first + share);
-  }
-
-  // Counts this warp's rows; `expert_of` gives a row's expert or kNoExpert.
-  template <typename ExpertOf>
-  __device__ __forceinline__ void count(ExpertOf expert_of) {
-    for (uint32_t expert = lane; expert < kExperts; expert += kWarp) counts[warp][expert] = 0;
-    __syncwarp();
-    for (uint32_t at = first; at < last; at += kBatch * kWarp) {
-      uint32_t experts[kBatch];
-#pragma unroll
-      for (uint32_t i = 0; i < kBatch; ++i) {
-        const uint32_t row = at + i * kWarp + lane;
-        experts[i] = row < last ? expert_of(row) : kNoExpert;
-      }
-#pragma unroll
-      for (uint32_t i = 0; i < kBatch; ++i) {
-        if (at + i * kWarp >= last) break;
-        const Alike alike(experts[i]);
-        if (alike.before == 0 && experts[i] != kNoExpert) {
-          counts[warp][experts[i]] += alike.count;
-        }
-        __syncwarp();
-      }
-    }
-  }
-
-  // Slots of each expert, from the sums over the first `warps`; all threads have counted.
-  __device__ __forceinline__ void lay_out(uint32_t warps) {
-    for (uint32_t expert = threadIdx.x; expert < kExperts; expert += kThreads) {
-      uint32_t sum = 0;
-#pragma unroll
-      for (uint32_t each = 0; each < kWarps; ++each) {
-        if (each >= warps) break;
-        const uint32_t number = counts[each][expert];
-        counts[each][expert] = sum;
-        sum += number;
-      }
-      totals[expert] = sum;
-    }
-    __syncthreads();
-    if (warp == 0) {
-      constexpr uint32_t kShare = (kExperts + kWarp - 1) / kWarp;
-      uint32_t sum = 0;
-#pragma unroll
-      for (uint32_t i = 0; i < kShare; ++i) {
-        const uint32_t expert = lane * kShare + i;
-        if (expert < kExperts) sum += slots_of(expert);
-      }
-      uint32_t end = sum;
-#pragma unroll
-      for (uint32_t distance = 1; distance < kWarp; distance *= 2) {
-        const uint32_t before = __shfl_up_sync(kAllLanes, end, distance);
-        if (lane >= distance) end += before;
-      }
-      uint32_t start = end - sum;
-#pragma unroll
-      for (uint32_t i = 0; i < kShare; ++i) {
-        const uint32_t expert = lane * kShare + i;
-        if (expert >= kExperts) break;
-        starts[expert] = start;
-        start += slots_of(expert);
-      }
-      if (lane == kWarp - 1) starts[kExperts] = end;
-    }
-    __syncthreads();
-  }
-
-  // All of it for at most one row a thread, which stays in its registers: a decode step waits for
-  // this kernel, and most of that is the latency of one access after another.
-  template <typename ExpertOf>
-  __device__ __forceinline__ void sort_few(const Tables& tables, ExpertOf expert_of) {
-    const uint32_t row = threadIdx.x;
-    // Padding first, over which the rows are written: an expert that has any fills its last block.
-    if (tables.sorted_ids != nullptr) {
-      const uint32_t most = rows + min(rows, kExperts) * (kBlockRows - 1);
-      for (uint32_t slot = row; slot < most; slot += kThreads) tables.sorted_ids[slot] = rows;
-    }
-    const uint32_t warps = (rows + kWarp - 1) / kWarp;
-    const uint32_t expert = row < rows ? expert_of(row) : kNoExpert;
+  // Slots of every expert, and the row's of this thread.
+  //
+  // row: its number; expert: its own or kNoExpert; warps: those of this block that have rows.
+  // elsewhere(expert) -> Elsewhere; all threads of the block come here.
+  template <typename OfExpert>
+  __device__ __forceinline__ uint32_t slot_of(uint32_t expert, uint32_t warps, OfExpert elsewhere) {
     const Alike alike(expert);
     if (warp < warps) {
       for (uint32_t each = lane; each < kExperts; each += kWarp) counts[warp][each] = 0;
@@ -248,67 +171,79 @@ struct Sorter {
       if (alike.before == 0 && expert != kNoExpert) counts[warp][expert] = alike.count;
     }
     __syncthreads();
-    lay_out(warps);
-    if (tables.expert_ids != nullptr) {
-      for (uint32_t each = row; each < kExperts; each += kThreads) {
-        const uint32_t end = starts[each + 1] / kBlockRows;
-        for (uint32_t block = starts[each] / kBlockRows; block < end; ++block) {
-          tables.expert_ids[block] = each;
-        }
+    for (uint32_t each = threadIdx.x; each < kExperts; each += kThreads) {
+      const Elsewhere others = elsewhere(each);
+      uint32_t sum = others.before;
+#pragma unroll
+      for (uint32_t other = 0; other < kWarps; ++other) {
+        if (other >= warps) break;
+        const uint32_t number = counts[other][each];
+        counts[other][each] = sum;
+        sum += number;
       }
+      totals[each] = sum + others.behind;
     }
-    if (expert != kNoExpert) {
-      tables.put(starts[expert] + counts[warp][expert] + alike.before, row);
+    __syncthreads();
+    if (warp == 0) lay_out();
+    __syncthreads();
+    return expert == kNoExpert ? 0 : starts[expert] + counts[warp][expert] + alike.before;
+  }
+
+  // Where each expert's slots start; one warp does it.
+  __device__ __forceinline__ void lay_out() {
+    constexpr uint32_t kShare = (kExperts + kWarp - 1) / kWarp;
+    uint32_t sum = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < kShare; ++i) {
+      const uint32_t expert = lane * kShare + i;
+      if (expert < kExperts) sum += slots_of(expert);
     }
+    uint32_t end = sum;
+#pragma unroll
+    for (uint32_t distance = 1; distance < kWarp; distance *= 2) {
+      const uint32_t before = __shfl_up_sync(kAllLanes, end, distance);
+      if (lane >= distance) end += before;
+    }
+    uint32_t start = end - sum;
+#pragma unroll
+    for (uint32_t i = 0; i < kShare; ++i) {
+      const uint32_t expert = lane * kShare + i;
+      if (expert >= kExperts) break;
+      starts[expert] = start;
+      start += slots_of(expert);
+    }
+    if (lane == kWarp - 1) starts[kExperts] = end;
   }
 
   __device__ __forceinline__ uint32_t slots_of(uint32_t expert) const {
     return (totals[expert] + kBlockRows - 1) / kBlockRows * kBlockRows;
   }
 
-  // Names each block's expert, and fills slots behind an expert's last row.
-  __device__ __forceinline__ void pad(const Tables& tables) const {
-    if (tables.sorted_ids == nullptr || tables.expert_ids == nullptr) return;
-    for (uint32_t expert = warp; expert < kExperts; expert += kWarps) {
-      const uint32_t start = starts[expert], end = starts[expert + 1];
-      for (uint32_t block = start / kBlockRows + lane; block < end / kBlockRows; block += kWarp) {
-        tables.expert_ids[block] = expert;
-      }
-      for (uint32_t slot = start + totals[expert] + lane; slot < end; slot += kWarp) {
-        tables.sorted_ids[slot] = rows;
-      }
+  // What is said of experts: each block's, the ends of their rows, their numbers; of those whose
+  // number leaves `first` when divided by `step`.
+  __device__ __forceinline__ void describe(const Tables& tables, uint32_t first, uint32_t step) {
+    if (threadIdx.x == 0 && first == 0 && tables.num_slots != nullptr) {
+      tables.num_slots[0] = starts[kExperts];
     }
-  }
-
-  // Puts this warp's rows into their slots, in their order.
-  template <typename ExpertOf>
-  __device__ __forceinline__ void place(const Tables& tables, ExpertOf expert_of) {
-    for (uint32_t at = first; at < last; at += kBatch * kWarp) {
-      uint32_t experts[kBatch];
-#pragma unroll
-      for (uint32_t i = 0; i < kBatch; ++i) {
-        const uint32_t row = at + i * kWarp + lane;
-        experts[i] = row < last ? expert_of(row) : kNoExpert;
-      }
-#pragma unroll
-      for (uint32_t i = 0; i < kBatch; ++i) {
-        if (at + i * kWarp >= last) break;
-        const uint32_t expert = experts[i];
-        const Alike alike(expert);
-        if (expert != kNoExpert) {
-          const uint32_t before = counts[warp][expert];
-          tables.put(starts[expert] + before + alike.before, at + i * kWarp + lane);
+    for (uint32_t each = first + threadIdx.x * step; each < kExperts; each += kThreads * step) {
+      const uint32_t start = starts[each];
+      if (tables.expert_ids != nullptr) {
+        const uint32_t end = starts[each + 1] / kBlockRows;
+        for (uint32_t block = start / kBlockRows; block < end; ++block) {
+          tables.expert_ids[block] = each;
         }
-        __syncwarp();
-        if (alike.before == 0 && expert != kNoExpert) counts[warp][expert] += alike.count;
-        __syncwarp();
       }
+      if (tables.expert_ends != nullptr) tables.expert_ends[each] = start + totals[each];
+      if (tables.stats != nullptr) tables.stats[each] += static_cast<int32_t>(totals[each]);
     }
   }
 };
 
-// Block 0 sorts; the others quantise tokens, kThreads groups of eight values each, or for NVFP4 one
-// token each.
+// Sorts the rows of a call, or counts them for `place_rows`, and quantises its tokens.
+//
+// The first num_sorters blocks have kThreads rows each. One alone sorts them; more write how many
+// each expert has to row_counts [num_sorters, kExperts], which is null for one. The other blocks
+// quantise tokens, kThreads groups of eight values each, or for NVFP4 one token each.
 //
 // x [num_tokens, kHidden] BF16; topk_ids [num_tokens, top_k] logical; padding_mask, or null;
 // logical_to_physical and num_replicas as in `stage_tokens`, or null.
@@ -321,7 +256,8 @@ struct Sorter {
 // of rows behind an expert's last; expert_ids the expert of each block; num_slots [1] how many
 // slots are in use; locks [num_locks] become 0. For products whose rows lie in slots, else null:
 // row_slots [num_tokens * top_k] has the slot of each row with an expert; expert_ends [kExperts]
-// the slot behind each expert's last row.
+// the slot behind each expert's last row. All but row_experts and locks are left to `place_rows`
+// where there is more than one sorter.
 //
 // rows: what the first product reads (kRows), null for kBf16, which reads x itself; row_scales:
 // float32 [num_tokens, kHidden / 128] for kFp8Block, [num_tokens] for kNvfp4.
@@ -331,69 +267,72 @@ __global__ void __launch_bounds__(kThreads)
                  const bool* __restrict__ padding_mask,
                  const int32_t* __restrict__ logical_to_physical,
                  const int32_t* __restrict__ num_replicas, int32_t* __restrict__ row_experts,
-                 uint32_t* __restrict__ sorted_ids, uint32_t* __restrict__ expert_ids,
-                 uint32_t* __restrict__ num_slots, int32_t* __restrict__ locks,
-                 uint32_t* __restrict__ row_slots, int32_t* __restrict__ expert_ends,
-                 int32_t* __restrict__ stats, void* __restrict__ rows,
-                 float* __restrict__ row_scales, uint32_t num_tokens, uint32_t top_k,
-                 uint32_t num_logical, uint32_t max_replicas, uint32_t num_locks) {
+                 uint32_t* __restrict__ row_counts, uint32_t* __restrict__ sorted_ids,
+                 uint32_t* __restrict__ expert_ids, uint32_t* __restrict__ num_slots,
+                 int32_t* __restrict__ locks, uint32_t* __restrict__ row_slots,
+                 int32_t* __restrict__ expert_ends, int32_t* __restrict__ stats,
+                 void* __restrict__ rows, float* __restrict__ row_scales, uint32_t num_tokens,
+                 uint32_t top_k, uint32_t num_logical, uint32_t max_replicas, uint32_t num_locks,
+                 uint32_t num_sorters) {
   static_assert(kHidden % 128 == 0 && kThreads % kWarp == 0, "whole groups and whole warps");
-  // Only `gather_rows` is launched to start early after this, and waits for the tables.
+  // Only `place_rows` and `gather_rows` are launched to start early after this, and wait for it.
   let_successor_start<true>();
-  if (blockIdx.x == 0) {
+  if (blockIdx.x < num_sorters) {
     constexpr uint32_t kWarps = kThreads / kWarp;
     __shared__ uint32_t counts[kWarps][kExperts];
     __shared__ uint32_t totals[kExperts];
     __shared__ uint32_t starts[kExperts + 1];
-    const auto expert_of = [=](uint32_t row) {
+    const uint32_t num_rows = num_tokens * top_k;
+    const uint32_t row = blockIdx.x * kThreads + threadIdx.x;
+    if (blockIdx.x == 0) {
+      for (uint32_t i = threadIdx.x; i < num_locks; i += kThreads) locks[i] = 0;
+    }
+    // Padding first, over which the rows are written: an expert that has any fills its last block.
+    if (num_sorters == 1 && sorted_ids != nullptr) {
+      const uint32_t most = num_rows + min(num_rows, kExperts) * (kBlockRows - 1);
+      for (uint32_t slot = row; slot < most; slot += kThreads) sorted_ids[slot] = num_rows;
+    }
+    uint32_t expert = kNoExpert;
+    if (row < num_rows) {
       const uint32_t token = row / top_k;
       const auto logical = static_cast<uint32_t>(topk_ids[row]);
       const bool padding = padding_mask != nullptr && padding_mask[token];
-      const bool known = !padding && logical < num_logical;
-      const int32_t expert = known ? to_physical(logical, token, logical_to_physical, num_replicas,
-                                                 kExperts, num_logical, max_replicas)
-                                   : -1;
-      row_experts[row] = expert;
-      return static_cast<uint32_t>(expert);
-    };
-    const uint32_t num_rows = num_tokens * top_k;
-    Sorter<kThreads, kExperts, kBlockRows> sorter(counts, totals, starts, num_rows);
-    for (uint32_t i = threadIdx.x; i < num_locks; i += kThreads) locks[i] = 0;
-    const Tables tables{sorted_ids, expert_ids, row_slots};
-    if (num_rows <= kThreads) {
-      sorter.sort_few(tables, expert_of);
-    } else {
-      sorter.count(expert_of);
+      if (!padding && logical < num_logical) {
+        expert = to_physical(logical, token, logical_to_physical, num_replicas, kExperts,
+                             num_logical, max_replicas);
+      }
+      row_experts[row] = static_cast<int32_t>(expert);
+    }
+    if (num_sorters > 1) {
+      for (uint32_t each = threadIdx.x; each < kExperts; each += kThreads) totals[each] = 0;
       __syncthreads();
-      sorter.lay_out(kWarps);
-      sorter.pad(tables);
-      // A thread reads here what it wrote itself.
-      sorter.place(tables, [=](uint32_t row) { return static_cast<uint32_t>(row_experts[row]); });
+      if (expert != kNoExpert) atomicAdd(&totals[expert], 1u);
+      __syncthreads();
+      uint32_t* own = row_counts + static_cast<size_t>(blockIdx.x) * kExperts;
+      for (uint32_t each = threadIdx.x; each < kExperts; each += kThreads) own[each] = totals[each];
+      return;
     }
-    if (threadIdx.x == 0 && num_slots != nullptr) num_slots[0] = starts[kExperts];
-    if (expert_ends != nullptr) {
-      for (uint32_t expert = threadIdx.x; expert < kExperts; expert += kThreads) {
-        expert_ends[expert] = static_cast<int32_t>(starts[expert] + totals[expert]);
-      }
-    }
-    if (stats != nullptr) {
-      for (uint32_t expert = threadIdx.x; expert < kExperts; expert += kThreads) {
-        stats[expert] += static_cast<int32_t>(totals[expert]);
-      }
+    Sorter<kThreads, kExperts, kBlockRows> sorter{counts, totals, starts};
+    const uint32_t warps = (num_rows + kWarp - 1) / kWarp;
+    const uint32_t slot = sorter.slot_of(expert, warps, [](uint32_t) { return Elsewhere{}; });
+    sorter.describe({sorted_ids, expert_ids, num_slots, row_slots, expert_ends, stats}, 0, 1);
+    if (expert != kNoExpert) {
+      if (sorted_ids != nullptr) sorted_ids[slot] = row;
+      if (row_slots != nullptr) row_slots[row] = slot;
     }
     return;
   }
 
   constexpr uint32_t kVectors = kHidden / 8;
+  const uint32_t block = blockIdx.x - num_sorters;
   if constexpr (kRows == Rows::kNvfp4) {
-    const uint32_t token = blockIdx.x - 1;
-    const uint4* vectors = x + static_cast<size_t>(token) * kVectors;
+    const uint4* vectors = x + static_cast<size_t>(block) * kVectors;
     uint32_t largest = 0;
     for (uint32_t i = threadIdx.x; i < kVectors; i += kThreads) {
       largest = max(largest, amax_skipping_nan(vectors[i]));
     }
     const Nvfp4Token<Tokens::kNvfp4> quantise(block_max<kThreads>(largest));
-    if (threadIdx.x == 0) row_scales[token] = quantise.scale;
+    if (threadIdx.x == 0) row_scales[block] = quantise.scale;
     for (uint32_t start = 0; start < kVectors; start += kThreads) {
       const uint32_t i = start + threadIdx.x;
       const uint4 eight = i < kVectors ? vectors[i] : uint4{};
@@ -401,12 +340,12 @@ __global__ void __launch_bounds__(kThreads)
       // The word has the scales of four neighbouring groups of 16.
       const float scale = from_e4m3(nvfp4.scales >> threadIdx.x / 2 % 4 * 8 & 0xFF);
       if (i < kVectors) {
-        static_cast<uint4*>(rows)[static_cast<size_t>(token) * kVectors + i] =
+        static_cast<uint4*>(rows)[static_cast<size_t>(block) * kVectors + i] =
             decoded_e2m1(nvfp4.values, scale);
       }
     }
   } else if constexpr (kRows != Rows::kBf16) {
-    const size_t place = static_cast<size_t>(blockIdx.x - 1) * kThreads + threadIdx.x;
+    const size_t place = static_cast<size_t>(block) * kThreads + threadIdx.x;
     const bool inside = place < static_cast<size_t>(num_tokens) * kVectors;
     const uint4 eight = inside ? x[place] : uint4{};
     if constexpr (kRows == Rows::kMxfp8) {
@@ -421,6 +360,53 @@ __global__ void __launch_bounds__(kThreads)
         static_cast<uint2*>(rows)[place] = to_e4m3(eight, __fdiv_rn(1.0f, scale));
         if (place % 16 == 0) row_scales[place / 16] = scale;
       }
+    }
+  }
+}
+
+// After `group_tokens` with more than one sorter: each block sorts kThreads rows.
+//
+// row_experts [num_rows] and row_counts [num_sorters, kExperts] as it left them; the rest is that
+// of `group_tokens`.
+template <uint32_t kThreads, uint32_t kExperts, uint32_t kBlockRows, bool kEarly>
+__global__ void __launch_bounds__(kThreads)
+    place_rows(const int32_t* __restrict__ row_experts, const uint32_t* __restrict__ row_counts,
+               uint32_t* __restrict__ sorted_ids, uint32_t* __restrict__ expert_ids,
+               uint32_t* __restrict__ num_slots, uint32_t* __restrict__ row_slots,
+               int32_t* __restrict__ expert_ends, int32_t* __restrict__ stats, uint32_t num_rows,
+               uint32_t num_sorters) {
+  constexpr uint32_t kWarps = kThreads / kWarp;
+  __shared__ uint32_t counts[kWarps][kExperts];
+  __shared__ uint32_t totals[kExperts];
+  __shared__ uint32_t starts[kExperts + 1];
+  let_successor_start<kEarly>();
+  wait_for_predecessor<kEarly>();
+  const uint32_t row = blockIdx.x * kThreads + threadIdx.x;
+  const uint32_t expert = row < num_rows ? static_cast<uint32_t>(row_experts[row]) : kNoExpert;
+  Sorter<kThreads, kExperts, kBlockRows> sorter{counts, totals, starts};
+  const uint32_t slot = sorter.slot_of(expert, kWarps, [=](uint32_t each) {
+    Elsewhere found;
+#pragma unroll 8
+    for (uint32_t block = 0; block < num_sorters; ++block) {
+      const uint32_t number = row_counts[static_cast<size_t>(block) * kExperts + each];
+      if (block < blockIdx.x) found.before += number;
+      if (block > blockIdx.x) found.behind += number;
+    }
+    return found;
+  });
+  if (expert != kNoExpert) {
+    if (sorted_ids != nullptr) sorted_ids[slot] = row;
+    if (row_slots != nullptr) row_slots[row] = slot;
+  }
+  sorter.describe({sorted_ids, expert_ids, num_slots, row_slots, expert_ends, stats}, blockIdx.x,
+                  num_sorters);
+  if (sorted_ids == nullptr) return;
+  // Other blocks place rows here: only what is behind an expert's last row is filled.
+  for (uint32_t each = blockIdx.x + sorter.warp * num_sorters; each < kExperts;
+       each += kWarps * num_sorters) {
+    for (uint32_t at = starts[each] + totals[each] + sorter.lane; at < starts[each + 1];
+         at += kWarp) {
+      sorted_ids[at] = num_rows;
     }
   }
 }
@@ -447,8 +433,17 @@ __global__ void __launch_bounds__(kThreads)
   rows[static_cast<size_t>(row_slots[row]) * kVectors + column] = eight;
 }
 
+// 1 / (1 + exp(-number)); kFast: by approximate exp2 and reciprocal, 2^-21 off.
+template <bool kFast>
+__device__ __forceinline__ float sigmoid(float number) {
+#ifdef __CUDA_ARCH__
+  if constexpr (kFast) return __fdividef(1.0f, 1.0f + __expf(-number));
+#endif
+  return 1.0f / (1.0f + expf(-number));
+}
+
 // gate * sigmoid(alpha * gate) * (up + beta), or SiTU. The negative clamp stands for none.
-template <Gated kGated>
+template <Gated kGated, bool kFast>
 __device__ __forceinline__ float activated(float gate, float up, float clamp, float alpha,
                                            float beta) {
   if (clamp >= 0) {
@@ -457,9 +452,9 @@ __device__ __forceinline__ float activated(float gate, float up, float clamp, fl
   }
   if constexpr (kGated == Gated::kSitu) {
     const float linear = beta != 0 ? beta * tanhf(up / beta) : up;
-    return alpha * tanhf(gate / alpha) * (1.0f / (1.0f + expf(-gate))) * linear;
+    return alpha * tanhf(gate / alpha) * sigmoid<kFast>(gate) * linear;
   }
-  return gate * (1.0f / (1.0f + expf(-(alpha * gate)))) * (up + beta);
+  return gate * sigmoid<kFast>(alpha * gate) * (up + beta);
 }
 
 // A row's hidden values as the second product reads them: eight of each thread, 128 values of 16
@@ -501,9 +496,9 @@ __device__ __forceinline__ void store_rows(const float (&values)[8], float input
 // and rows have each row, else they have it at its own number; token_scales [num_rows / top_k], or
 // null; bias [experts, 2 * kInter] float32, or null; input_scale [1], NVFP4's, or null. Rows
 // without an expert are left alone. kRounds: gate and up are rounded to BF16 first, as the SM100
-// kernels do; kWeighs: the top-k weight multiplies here.
+// kernels do; kWeighs: the top-k weight multiplies here; kFast: see `sigmoid`.
 template <uint32_t kInter, uint32_t kThreads, Rows kRows, Gated kGated, bool kTurns, bool kRounds,
-          bool kWeighs, bool kEarly>
+          bool kWeighs, bool kFast, bool kEarly>
 __global__ void __launch_bounds__(kThreads)
     activate_rows(const uint4* __restrict__ h, const int32_t* __restrict__ row_experts,
                   const uint32_t* __restrict__ row_slots, const float* __restrict__ topk_weights,
@@ -529,11 +524,18 @@ __global__ void __launch_bounds__(kThreads)
   const uint32_t at_gate = kTurns ? 2 * column : column;
   const uint32_t at_up = kTurns ? at_gate + 1 : at_gate + kVectors;
   float values[8] = {};
-  if (inside) {
+  // Read before it is known whether the row has an expert: one latency rather than two. Without
+  // one nothing of it is stored.
+  uint4 at[2] = {};
+  if (row < num_rows) {
     const uint4* of_row = h + static_cast<size_t>(slot) * 2 * kVectors;
+    at[0] = of_row[at_gate];
+    at[1] = of_row[at_up];
+  }
+  if (inside) {
     float gate[8], up[8];
-    unpack(of_row[at_gate], gate);
-    unpack(of_row[at_up], up);
+    unpack(at[0], gate);
+    unpack(at[1], up);
     if (token_scales != nullptr) {
 #pragma unroll
       for (uint32_t i = 0; i < 8; ++i) {
@@ -555,11 +557,14 @@ __global__ void __launch_bounds__(kThreads)
         }
       }
     }
+    // Values of h are BF16 already where nothing was multiplied or added.
+    if (kRounds && (token_scales != nullptr || bias != nullptr)) {
+      unpack(pack_bf16(gate), gate);
+      unpack(pack_bf16(up), up);
+    }
 #pragma unroll
     for (uint32_t i = 0; i < 8; ++i) {
-      const float g = kRounds ? rounded_to_bf16(gate[i]) : gate[i];
-      const float u = kRounds ? rounded_to_bf16(up[i]) : up[i];
-      values[i] = activated<kGated>(g, u, clamp, alpha, beta);
+      values[i] = activated<kGated, kFast>(gate[i], up[i], clamp, alpha, beta);
       if constexpr (kWeighs) values[i] = __fmul_rn(values[i], weight);
     }
   }
@@ -619,9 +624,10 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
         for (uint32_t i = 0; i < 4; ++i) {
           const float term = kWeighs ? added[i] : __fmul_rn(added[i], weight);
-          values[4 * half + i] = rounded_to_bf16(__fadd_rn(values[4 * half + i], term));
+          values[4 * half + i] = __fadd_rn(values[4 * half + i], term);
         }
       }
+      unpack(pack_bf16(values), values);
     }
 #pragma unroll
     for (uint32_t i = 0; i < 8; ++i) {

@@ -1,7 +1,8 @@
 """A layer by grouped products, as one plan: sort and quantise, product, activation, product, sum.
 
 Humming's products find rows by tables. DeepGEMM's of BF16 weights take rows in slots by expert, so
-that a launch more copies tokens into slots.
+that a launch more copies tokens into slots. Rows that are too many for one block are sorted by two
+launches.
 
 Operands: ``x`` bfloat16 [T, H], ``topk_ids`` int32 [T, K], ``topk_weights`` float32 [T, K],
 ``padding_mask`` bool [T], ``logical_to_physical`` int32 [num_logical, R] with ``num_replicas``
@@ -34,7 +35,8 @@ from jax_megamoe.plan.symmetric_buffer import BufferLayout
 _HEADER = "grouped.cuh"
 _WIDE_SORT = 256
 _FEW_ROWS = 256
-"""Up to so many rows the sorting block has a thread for each and no more: it starts sooner."""
+"""Up to so many rows the sorting block has a thread for each and no more: it starts sooner. More
+than a block of `GroupedLayer.sort_threads` has are sorted by several."""
 _THREADS, _COMBINE_THREADS = 256, 128
 
 
@@ -58,6 +60,7 @@ class GroupedLayer:
         weighs_in_combine: the top-k weight multiplies after the second product.
         padding_mask, stats: these operands are passed.
         max_replicas: width of ``logical_to_physical``; 0 without it.
+        fast_math: approximate exp and reciprocal in the activation.
         early: launches overlap the ends of those before them, from Hopper on.
         stream_k: as `Tiles`; None: as `tiles.choose` says. Off by default: on an H200 a Qwen3-30B
             layer of FP8 activations takes 0.69 to 0.96 of the time without it up to 1,024 tokens
@@ -86,6 +89,7 @@ class GroupedLayer:
     max_replicas: int = 0
     stats: bool = False
     shared_memory: int = 0
+    fast_math: bool = True
     early: bool = True
     stream_k: bool | None = False
 
@@ -93,6 +97,18 @@ class GroupedLayer:
     def rows(self) -> int:
         """Of all tokens and slots."""
         return self.num_tokens * self.top_k
+
+    @property
+    def sort_threads(self) -> int:
+        """Threads of a block that sorts, a row each."""
+        if self.rows <= _FEW_ROWS:
+            return _FEW_ROWS
+        return 1024 if self.num_experts <= _WIDE_SORT else 512
+
+    @property
+    def sorters(self) -> int:
+        """Blocks that sort."""
+        return ceil_div(self.rows, self.sort_threads)
 
     @property
     def overlaps(self) -> bool:
@@ -169,7 +185,11 @@ def plan_grouped(layer: GroupedLayer) -> LaunchPlan:
     ]
     if layer.in_slots:
         steps.insert(1, _gather(layer))
+    if layer.sorters > 1:
+        steps.insert(1, _place(layer))
     scratch = (_slot_scratch if layer.in_slots else _scratch)(layer)
+    if layer.sorters > 1:
+        scratch = (("row_counts", (layer.sorters, layer.num_experts), "uint32"), *scratch)
     buffer = BufferLayout(0, 0, ())
     return LaunchPlan(tuple(steps), buffer, 1, layer.block_m, scratch=scratch)
 
@@ -228,9 +248,8 @@ def _own(
 
 
 def _group(layer: GroupedLayer) -> KernelLaunch:
-    """Block 0 sorts, the others quantise."""
-    many = 1024 if layer.num_experts <= _WIDE_SORT else 512
-    threads = _FEW_ROWS if layer.rows <= _FEW_ROWS else many
+    """The first blocks sort or count, the others quantise."""
+    threads = layer.sort_threads
     kernel = _own(
         layer,
         "group_tokens",
@@ -243,24 +262,27 @@ def _group(layer: GroupedLayer) -> KernelLaunch:
         ),
         (
             *("const uint4*", "const int32_t*", "const bool*", "const int32_t*", "const int32_t*"),
-            *("int32_t*", "uint32_t*", "uint32_t*", "uint32_t*", "int32_t*"),
-            *("uint32_t*", "int32_t*", "int32_t*", "void*", "float*", *["uint32_t"] * 5),
+            *("int32_t*", "uint32_t*", "uint32_t*", "uint32_t*", "uint32_t*", "int32_t*"),
+            *("uint32_t*", "int32_t*", "int32_t*", "void*", "float*", *["uint32_t"] * 6),
         ),
     )
     mapped, quantises = layer.max_replicas > 0, layer.activations != "bf16"
     scaled = layer.activations in ("nvfp4", "fp8_block")
     vectors = layer.num_tokens * layer.hidden_size // 8
     blocks = layer.num_tokens if layer.activations == "nvfp4" else ceil_div(vectors, threads)
+    sorts = layer.sorters == 1
+    tables = ("sorted_ids", "expert_ids", "num_slots")
     arguments = (
         *map(_pointer, ("x", "topk_ids")),
         optional("padding_mask", "padding_mask", layer.padding_mask),
         optional("logical_to_physical", "logical_to_physical", mapped),
         optional("num_replicas", "num_replicas", mapped),
         _pointer("row_experts"),
-        *(optional(n, n, not layer.in_slots) for n in ("sorted_ids", "expert_ids", "num_slots")),
+        optional("row_counts", "row_counts", not sorts),
+        *(optional(n, n, sorts and not layer.in_slots) for n in tables),
         optional("locks", "locks", layer.cuts),
-        *(optional(n, n, layer.in_slots) for n in ("row_slots", "expert_ends")),
-        optional("stats", "stats", layer.stats),
+        *(optional(n, n, sorts and layer.in_slots) for n in ("row_slots", "expert_ends")),
+        optional("stats", "stats", sorts and layer.stats),
         optional("rows", "token_rows", quantises),
         optional("row_scales", "token_scales", scaled),
         Uint32("num_tokens", layer.num_tokens),
@@ -268,9 +290,36 @@ def _group(layer: GroupedLayer) -> KernelLaunch:
         Uint32("num_logical", layer.num_logical),
         Uint32("max_replicas", layer.max_replicas),
         Uint32("num_locks", humming.num_locks(layer.num_sms) * layer.cuts),
+        Uint32("num_sorters", layer.sorters),
     )
-    config = LaunchConfig((1 + blocks * quantises, 1, 1), (threads, 1, 1))
+    config = LaunchConfig((layer.sorters + blocks * quantises, 1, 1), (threads, 1, 1))
     return KernelLaunch(kernel, config, arguments)
+
+
+def _place(layer: GroupedLayer) -> KernelLaunch:
+    """Rows into the places that the counts of all blocks give them."""
+    threads = layer.sort_threads
+    kernel = _own(
+        layer,
+        "place_rows",
+        (str(threads), str(layer.num_experts), str(layer.block_m), cpp_bool(layer.overlaps)),
+        (
+            *("const int32_t*", "const uint32_t*", *["uint32_t*"] * 4),
+            *("int32_t*", "int32_t*", "uint32_t", "uint32_t"),
+        ),
+    )
+    arguments = (
+        *map(_pointer, ("row_experts", "row_counts")),
+        *(optional(n, n, not layer.in_slots) for n in ("sorted_ids", "expert_ids", "num_slots")),
+        *(optional(n, n, layer.in_slots) for n in ("row_slots", "expert_ends")),
+        optional("stats", "stats", layer.stats),
+        Uint32("num_rows", layer.rows),
+        Uint32("num_sorters", layer.sorters),
+    )
+    config = LaunchConfig((layer.sorters, 1, 1), (threads, 1, 1))
+    return KernelLaunch(
+        kernel, replace(config, programmatic_serialization=layer.overlaps), arguments
+    )
 
 
 def _product(layer: GroupedLayer, *, w2: bool) -> KernelLaunch:
@@ -337,7 +386,8 @@ def _activate(layer: GroupedLayer) -> KernelLaunch:
             str(_THREADS),
             f"Rows::{ROWS[layer.activations][0]}",
             "Gated::kSitu" if layer.activation == "situ" else "Gated::kSwiglu",
-            *map(cpp_bool, (layer.in_slots, layer.rounds, not layer.weighs_in_combine, early)),
+            *map(cpp_bool, (layer.in_slots, layer.rounds, not layer.weighs_in_combine)),
+            *map(cpp_bool, (layer.fast_math, early)),
         ),
         (
             *("const uint4*", "const int32_t*", "const uint32_t*", "const float*"),

@@ -135,6 +135,13 @@ inline uint32_t ToE4m3(float number) {
 
 }  // namespace host_cuda
 
+// Threads of a block take turns and blocks run one after the other.
+inline uint32_t atomicAdd(uint32_t* address, uint32_t number) {
+  const uint32_t before = *address;
+  *address += number;
+  return before;
+}
+
 inline void __syncthreads() { host_cuda::Wait(host_cuda::block.all); }
 
 inline uint32_t __shfl_xor_sync(uint32_t, uint32_t number, uint32_t distance) {
