@@ -33,7 +33,8 @@ from jax_megamoe.formats import RECIPES
 from jax_megamoe.plan import plan_mega_moe
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.folding import COLUMNS as COLUMNS_OF_BIAS
-from jax_megamoe.plan.grouped.layer import GroupedLayer, plan_grouped
+from jax_megamoe.plan.grouped.call import GroupedLayer
+from jax_megamoe.plan.grouped.layer import plan_grouped
 from jax_megamoe.plan.grouped.rules import refusal
 from jax_megamoe.plan.launch import KernelLaunch, parameter_block
 

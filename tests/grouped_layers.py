@@ -14,7 +14,7 @@ import jax_megamoe as mm
 from jax_megamoe.formats import RECIPES as BY_NAME
 from jax_megamoe.numerics import expert
 from jax_megamoe.numerics.tokens import quantize_tokens
-from jax_megamoe.plan.grouped.layer import GroupedLayer
+from jax_megamoe.plan.grouped.call import GroupedLayer
 from jax_megamoe.plan.grouped.rules import layout_of
 from jax_megamoe.weights.drawn import random_experts
 from jax_megamoe.weights.experts import dequantize_experts

@@ -35,8 +35,8 @@ ROOMS = {
         "families.flashinfer_sm90_mxfp4_block families.flashinfer_sm90_nvfp4_block families "
         "choice folding grouped.product grouped.humming_memory grouped.humming_instruction "
         "grouped.humming_unit grouped.humming grouped.tiles grouped.slots "
-        "grouped.deep_gemm_bf16_sm90 grouped.deep_gemm_bf16_sm100 grouped.rules grouped.layer "
-        "grouped planner",
+        "grouped.deep_gemm_bf16_sm90 grouped.deep_gemm_bf16_sm100 grouped.rules grouped.call "
+        "grouped.around grouped.layer grouped planner",
     ),
     "weights": (
         "_checks _files config formats mesh numerics plan",

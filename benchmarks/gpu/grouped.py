@@ -38,7 +38,8 @@ from jax_megamoe.cli.gpu.models import MODELS
 from jax_megamoe.cli.gpu.routings import ROUTINGS, in_turn
 from jax_megamoe.compile import compile_many
 from jax_megamoe.launch import grouped, launcher
-from jax_megamoe.plan.grouped.layer import GroupedLayer, plan_grouped
+from jax_megamoe.plan.grouped.call import GroupedLayer
+from jax_megamoe.plan.grouped.layer import plan_grouped
 from jax_megamoe.plan.grouped.rules import planned_arch, source_of
 from jax_megamoe.runtime.devices import device_spec
 

@@ -30,7 +30,8 @@ from jaxtyping import Array
 from jax_megamoe.launch import grouped as launched
 from jax_megamoe.launch import launcher
 from jax_megamoe.plan.grouped import tiles
-from jax_megamoe.plan.grouped.layer import GroupedLayer, plan_grouped
+from jax_megamoe.plan.grouped.call import GroupedLayer
+from jax_megamoe.plan.grouped.layer import plan_grouped
 from jax_megamoe.plan.grouped.product import Product, Tiles
 
 TOKENS = (1, 4, 8, 16, 64)

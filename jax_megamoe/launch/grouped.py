@@ -18,6 +18,7 @@ from jax_megamoe.mesh import Axis
 from jax_megamoe.numerics import expert
 from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.grouped import layer, rules
+from jax_megamoe.plan.grouped.call import GroupedLayer
 from jax_megamoe.plan.grouped.tiles import SHARED_MEMORY
 from jax_megamoe.plan.launch import LaunchPlan
 from jax_megamoe.plan.refusal import Refusal, missing, unfit
@@ -228,10 +229,10 @@ def planned(
 
 def _described(
     config: MoEConfig, route: GroupedRoute, weights: ExpertWeights, num_tokens: int
-) -> layer.GroupedLayer:
+) -> GroupedLayer:
     """A call of all experts on one rank, logical ids, nothing optional."""
     recipe, activation = recipe_for(config, weights), config.activation
-    return layer.GroupedLayer(
+    return GroupedLayer(
         arch=route.arch,
         num_sms=route.num_sms,
         num_tokens=num_tokens,
@@ -345,7 +346,7 @@ def _parameters(weights: ExpertWeights, config: MoEConfig, axis: Axis | None) ->
     return arrays
 
 
-def launch_layer(described: layer.GroupedLayer, operands: Mapping[str, Array]) -> dict[str, Array]:
+def launch_layer(described: GroupedLayer, operands: Mapping[str, Array]) -> dict[str, Array]:
     """One call by its operands; the plan's scratch is among the results."""
     counted = described.num_experts if described.stats else 0
     return launcher.launch_layer(layer.plan_grouped(described), operands, counted_experts=counted)

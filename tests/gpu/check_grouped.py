@@ -27,7 +27,8 @@ from jaxtyping import Array
 import jax_megamoe as mm
 from jax_megamoe.compile import compile_many, find_source
 from jax_megamoe.launch import grouped
-from jax_megamoe.plan.grouped.layer import GroupedLayer, plan_grouped
+from jax_megamoe.plan.grouped.call import GroupedLayer
+from jax_megamoe.plan.grouped.layer import plan_grouped
 from jax_megamoe.plan.grouped.rules import planned_arch, source_of
 from jax_megamoe.runtime.devices import device_spec
 from jax_megamoe.weights.drawn import random_experts

@@ -20,7 +20,8 @@ from jax_megamoe.compile.cubin import read_kernels
 from jax_megamoe.formats import RECIPES
 from jax_megamoe.numerics import expert
 from jax_megamoe.numerics.tokens import quantize_tokens
-from jax_megamoe.plan.grouped.layer import GroupedLayer, plan_grouped
+from jax_megamoe.plan.grouped.call import GroupedLayer
+from jax_megamoe.plan.grouped.layer import plan_grouped
 from jax_megamoe.plan.grouped.rules import ROWS
 from jax_megamoe.plan.launch import (
     KernelLaunch,

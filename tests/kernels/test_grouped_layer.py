@@ -9,7 +9,8 @@ from kernels.on_host import HostKernels
 from kernels.test_grouped import scratch, steps
 
 from jax_megamoe import MoEConfig
-from jax_megamoe.plan.grouped.layer import GroupedLayer, plan_grouped
+from jax_megamoe.plan.grouped.call import GroupedLayer
+from jax_megamoe.plan.grouped.layer import plan_grouped
 from jax_megamoe.weights.experts import dequantize_experts
 from jax_megamoe.weights.layout import w13_to_kernel
 from jax_megamoe.weights.params import ExpertWeights

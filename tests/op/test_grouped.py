@@ -20,7 +20,7 @@ from jax_megamoe.compile import MissingDependency
 from jax_megamoe.launch import grouped
 from jax_megamoe.numerics import expert
 from jax_megamoe.plan.device import DeviceSpec
-from jax_megamoe.plan.grouped.layer import GroupedLayer
+from jax_megamoe.plan.grouped.call import GroupedLayer
 from jax_megamoe.plan.grouped.rules import layout_of
 from jax_megamoe.weights.experts import dequantize_biases, dequantize_experts
 from jax_megamoe.weights.params import MATRIX_FIELDS, ExpertMatrices, ExpertWeights

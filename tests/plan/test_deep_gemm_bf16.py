@@ -6,7 +6,8 @@ import pytest
 
 from jax_megamoe.plan.grouped import deep_gemm_bf16_sm90 as sm90
 from jax_megamoe.plan.grouped import deep_gemm_bf16_sm100 as sm100
-from jax_megamoe.plan.grouped.layer import GroupedLayer, plan_grouped
+from jax_megamoe.plan.grouped.call import GroupedLayer
+from jax_megamoe.plan.grouped.layer import plan_grouped
 from jax_megamoe.plan.grouped.slots import Matrices
 from jax_megamoe.plan.launch import (
     Struct,

@@ -6,8 +6,9 @@ import humming_records
 import pytest
 
 from jax_megamoe.plan.grouped import humming, humming_unit, tiles
+from jax_megamoe.plan.grouped.call import GroupedLayer
 from jax_megamoe.plan.grouped.humming_memory import shared_memory
-from jax_megamoe.plan.grouped.layer import GroupedLayer, plan_grouped
+from jax_megamoe.plan.grouped.layer import plan_grouped
 from jax_megamoe.plan.grouped.product import KNOWN_ARCHS, Product, Tiles
 from jax_megamoe.plan.grouped.rules import planned_arch, refusal
 from jax_megamoe.plan.launch import KernelLaunch, Pointer, TensorMap
