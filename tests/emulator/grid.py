@@ -126,6 +126,8 @@ def grouped() -> Iterator[Cell]:
         yield cell(arch=first, tokens=7, mask=True, stats=True, replicas=8)
         yield cell(arch=90, tokens=300, experts=2, delay=0.7, seed=3)
         yield cell(arch=first, tokens=130, experts=16, top_k=3, delay=0.9, seed=5)
+        # More rows than a block has threads: several blocks sort them.
+        yield cell(arch=first, tokens=300, top_k=8, unrouted=0.2, stats=True, delay=0.7, seed=9)
     gpt_oss = dict(activation="gpt_oss", biases=True)
     for form, arch in (
         *(("mxfp4", 80), ("mxfp4", 90), ("fp8_block", 90), ("mxfp4_block", 90)),
@@ -134,6 +136,7 @@ def grouped() -> Iterator[Cell]:
         yield Cell(form, GROUPED, arch=arch, **gpt_oss)
     yield Cell("mxfp4", GROUPED, arch=90, activation="situ")
     yield Cell("mxfp4", GROUPED, arch=80, tokens=1)
+    yield Cell("mxfp4", GROUPED, arch=90, fast_math=False)
     # Of more ranks XLA's threads wait for one another between a callback and an all_to_all:
     # end_to_end.py, which has no callbacks, runs those.
     yield from (Cell("bf16", GROUPED, arch=90, tokens=n) for n in (1, 7, 64))
@@ -156,6 +159,7 @@ def blackwell_slots() -> Iterator[Cell]:
     # Five blocks of the second matrix, then an odd number of SMs.
     yield cell(tokens=64, experts=4, hidden=640, intermediate=384, num_sms=8, delay=0.5)
     yield cell(tokens=300, experts=2, num_sms=5, unrouted=0.2)
+    yield cell(tokens=130, top_k=8, mask=True, stats=True, replicas=8)
     yield cell(ranks=2, tokens=33, unrouted=0.2, idle_experts=(1,), stats=True)
     yield cell(tokens=8, experts=4, hidden=7168, intermediate=2048, num_sms=8)
 

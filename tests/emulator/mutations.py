@@ -1,8 +1,9 @@
 """Faults put into a launch: what the emulator must notice.
 
-A mutation changes one thing of a captured MXFP8 call of sgl's kernel: an argument, a tensor map, a
-launch's shape, an operand's bytes. It is noticed if the emulator says an error, or the output is
-far from the right one.
+A mutation changes one thing of a captured call: an argument, a tensor map, a launch's shape, an
+operand's bytes. It is noticed if the emulator says an error, or the output is far from the right
+one. `MUTATIONS` are of an MXFP8 call of sgl's kernel, `SORTED` of a call of the grouped products of
+BF16 weights whose rows two blocks sort.
 """
 
 import dataclasses
@@ -14,7 +15,14 @@ import numpy as np
 from emulator import planned
 from emulator.machine import EmulatorError
 from emulator.standing_in import Captured
-from jax_megamoe.plan.launch import KernelArgument, KernelLaunch, LaunchPlan, TensorMap, Uint32
+from jax_megamoe.plan.launch import (
+    KernelArgument,
+    KernelLaunch,
+    LaunchPlan,
+    Pointer,
+    TensorMap,
+    Uint32,
+)
 from jax_megamoe.plan.operand import Operand
 
 Mutation = Callable[[Captured], Captured]
@@ -23,6 +31,7 @@ NOTICED = 0.2
 
 UINT8, U4_PADDED = 0, 14  # CUtensorMapDataType
 SWIZZLE_32, SWIZZLE_64 = 1, 2  # CUtensorMapSwizzle
+ONE = (1, 1, 1)
 
 
 def _arguments(step: int, **changes: Callable[[Any], Any]) -> Mutation:
@@ -81,13 +90,22 @@ def _shift(num_bytes: int) -> Callable[[Operand], Operand]:
     return lambda operand: dataclasses.replace(operand, offset=operand.offset + num_bytes)
 
 
+def _moved(num_bytes: int) -> Callable[[Pointer], Pointer]:
+    def move(argument: Pointer) -> Pointer:
+        assert argument.operand is not None
+        return dataclasses.replace(argument, operand=_shift(num_bytes)(argument.operand))
+
+    return move
+
+
+def _fewer(argument: Uint32) -> Uint32:
+    return dataclasses.replace(argument, value=argument.value - 1)
+
+
 def _staged(name: str, num_bytes: int) -> Mutation:
     """The staging kernel writes a region elsewhere."""
 
-    def move(argument: Any) -> Any:
-        return dataclasses.replace(argument, operand=_shift(num_bytes)(argument.operand))
-
-    return _arguments(0, **{name: move})
+    return _arguments(0, **{name: _moved(num_bytes)})
 
 
 def _config(**fields: Any) -> Mutation:
@@ -155,7 +173,7 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "l1_weights of padded 4-bit elements": _mega(l1_weights=_map(dtype=U4_PADDED)),
     "l2_acts of 16 rows": _mega(l2_acts=_map(dims=(256, 16))),
-    "a token less": _mega(num_tokens=lambda a: Uint32(a.name, a.value - 1)),
+    "a token less": _mega(num_tokens=_fewer),
     "a token more": _mega(num_tokens=lambda a: Uint32(a.name, a.value + 1)),
     "16 bytes less shared memory": _less_shared_memory,
     "block of 384": _config(block=(384, 1, 1)),
@@ -173,6 +191,41 @@ MUTATIONS: dict[str, Mutation] = {
     "w2 rows rotated by 8": _operand("w2_weight", lambda w: np.roll(w, 8, 1)),
     "scale words in the other byte order": _operand("w2_weight_scale", lambda s: s.byteswap()),
     ONE_WEIGHT: _operand("w13_weight", _sign_of_one_weight),
+}
+
+
+def _placed(**changes: Callable[[Any], Any]) -> Mutation:
+    """Of the kernel that sorts rows by the counts of all blocks."""
+    mutate = _arguments(PLACES, **changes)
+
+    def checked(captured: Captured) -> Captured:
+        assert captured.plan.launches[PLACES].kernel.symbol == "place_rows"
+        return mutate(captured)
+
+    return checked
+
+
+def _without(step: int) -> Mutation:
+    """A step is not launched."""
+
+    def mutate(captured: Captured) -> Captured:
+        steps = [each for n, each in enumerate(captured.plan.steps) if n != step]
+        return dataclasses.replace(captured, plan=_with_steps(captured.plan, steps))
+
+    return mutate
+
+
+PLACES = 1
+"""The step of `place_rows`."""
+
+SORTED: dict[str, Mutation] = {
+    "rows counted and not placed": _without(PLACES),
+    "counts of one block": _placed(num_sorters=_fewer),
+    "rows of the first block placed": _placed(_config=lambda c: dataclasses.replace(c, grid=ONE)),
+    "a row less placed": _placed(num_rows=_fewer),
+    "counts of the next expert": _placed(row_counts=_moved(4)),
+    "experts of the next row": _placed(row_experts=_moved(4)),
+    "counts of one block written": _arguments(0, num_sorters=_fewer),
 }
 
 

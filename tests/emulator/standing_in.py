@@ -54,6 +54,7 @@ class StandIn:
         self.last: planned.Run | None = None
         self.alone: list[tuple[LaunchPlan, planned.Run]] = []
         self._settings: Mapping[str, float] | None = None
+        self._captures = False
         self._error: EmulatorError | None = None
 
     def spec_of(self, _: Any, reserved_sms: int = 0, __: str = "") -> DeviceSpec:
@@ -63,7 +64,11 @@ class StandIn:
 
     def capture(self, call: Callable[[], Any]) -> list[Captured]:
         """What a call of `mega_moe` would launch, by rank."""
-        self._first(call)
+        self._captures = True
+        try:
+            self._first(call)
+        finally:
+            self._captures = False
         return self._ranks()
 
     def _ranks(self) -> list[Captured]:
@@ -133,10 +138,10 @@ class StandIn:
             if self.last is None:
                 copies = [np.array(array) for array in arrays]
                 kept = dict(zip(operands, copies, strict=True))
-                if not plan.buffer.num_bytes and (run := self._alone(plan, kept, named)):
-                    return tuple(run.results[0][name] for name in named)
-                if plan.buffer.num_bytes:
+                if plan.buffer.num_bytes or self._captures:
                     self.captured[index] = Captured(plan, kept, named)
+                elif run := self._alone(plan, kept, named):
+                    return tuple(run.results[0][name] for name in named)
                 return tuple(np.zeros(shape, dtype) for shape, dtype in named.values())
             return tuple(self.last.results[index][name] for name in named)
 

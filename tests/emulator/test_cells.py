@@ -92,6 +92,8 @@ def test_folded_biases_in_a_layer_as_wide_as_gpt_oss(stand_in):
         Cell("mxfp4", cells.GROUPED, arch=80, tokens=7, mask=True, stats=True, replicas=8),
         Cell("nvfp4", cells.GROUPED, arch=120),
         Cell("fp8_block", cells.GROUPED, arch=90, ranks=2, unrouted=0.2, stats=True, delay=0.7),
+        # 1,040 rows: two blocks sort them.
+        Cell("mxfp4", cells.GROUPED, arch=90, tokens=130, top_k=8, unrouted=0.2, stats=True),
     ],
     ids=str,
 )
@@ -107,7 +109,9 @@ def test_grouped_products(stand_in, cell):
         Cell("bf16", cells.GROUPED, arch=90, tokens=64, experts=4, unrouted=0.2, idle_experts=(2,),
              biases=True, delay=0.7),
         Cell("bf16", cells.GROUPED, arch=100, tokens=64, experts=4, unrouted=0.2, stats=True,
-             idle_experts=(2,), biases=True, delay=0.7),
+             idle_experts=(2,), biases=True, delay=0.7, fast_math=False),
+        Cell("bf16", cells.GROUPED, arch=90, tokens=130, top_k=8, unrouted=0.2, stats=True,
+             mask=True),
     ],
     ids=str,
 )  # fmt: skip

@@ -9,9 +9,9 @@ import pytest
 
 import jax_megamoe as mm
 from emulator import mutations
-from emulator.cells import Cell
+from emulator.cells import GROUPED, Cell, in_its_layout
 from emulator.fixtures import needs
-from emulator.mutations import MUTATIONS, ONE_WEIGHT
+from emulator.mutations import MUTATIONS, ONE_WEIGHT, SORTED
 from emulator.standing_in import Captured, standing_in
 
 BY_THE_EMULATOR = {  # what it says, where the output might have been right by luck
@@ -37,6 +37,21 @@ def captured(form: str) -> Captured:
 
 
 @functools.cache
+def sorted_by_two_blocks() -> Captured:
+    """1,536 rows: a block sorts 1,024."""
+    needs("sgl")
+    cell = Cell("bf16", GROUPED, arch=90, tokens=192, top_k=8)
+    config = cell.config()
+    weights = in_its_layout(cell, cases.weights(config))
+    arguments = (*cases.tokens(config, cell.tokens), weights)
+    with standing_in(cell.device) as stand_in:
+        (rank,) = stand_in.capture(
+            lambda: mm.mega_moe(*arguments, config=config, implementation="grouped")
+        )
+    return rank
+
+
+@functools.cache
 def right(form: str) -> np.ndarray:
     return mutations.run(captured(form))
 
@@ -53,6 +68,17 @@ def test_one_weight_byte_changes_bits_of_mxfp4():
     kept = captured("mxfp4")
     got = mutations.run(MUTATIONS[ONE_WEIGHT](kept))
     assert (got != right("mxfp4")).any()
+
+
+@pytest.fixture(scope="module")
+def right_rows():
+    return mutations.run(sorted_by_two_blocks())
+
+
+@pytest.mark.parametrize("name", SORTED)
+def test_fault_in_sorting_by_two_blocks_is_noticed(right_rows, name):
+    seen = mutations.noticed(sorted_by_two_blocks(), SORTED[name], right_rows)
+    assert seen, f"{name} passes unseen"
 
 
 def test_unchanged_call_is_right():
