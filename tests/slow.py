@@ -21,6 +21,7 @@ SLOW = (
     "gpu/test_decoder.py",
     "gpu/test_decoder_kernels.py",
     "gpu/test_grouped_script.py",
+    "gpu/test_layer_trace.py",
     "kernels",
     "launch",
     "nn",
