@@ -4,8 +4,8 @@
         [--model qwen3_30b] [--recipes bf16 mxfp4] [--tokens 1 8 64 512 4096] [--loop] [--sweep]
 
 Needs a GPU of compute capability 8.0 or newer; no kernel source, no compiler. A layer is timed as
-`bench gpu` times it, 16 layers of other routings in a program. --loop times the loop over experts
-too, --sweep both products alone in many tiles, to choose `tiles_of`. Results go to
+`bench gpu` times what XLA compiles, 16 layers of other routings in a loop. --loop times the loop
+over experts too, --sweep both products alone in many tiles, to choose `tiles_of`. Results go to
 $OUT/portable.json after every row.
 """
 
@@ -30,7 +30,7 @@ from jaxtyping import Array
 from jax_megamoe.cli.gpu import contenders
 from jax_megamoe.cli.gpu.measure import timed
 from jax_megamoe.cli.gpu.models import MODELS, TINY, Model
-from jax_megamoe.cli.gpu.routings import ROUTINGS, drawn, rotated, routing
+from jax_megamoe.cli.gpu.routings import ROUTINGS, drawn, in_turn, routing, turns
 from jax_megamoe.formats import RECIPES
 from jax_megamoe.numerics.tokens import quantize_tokens
 from jax_megamoe.op import pallas_experts, pallas_products
@@ -85,9 +85,9 @@ def layers(result: Result, model: Model, recipes: list[str], counts: list[int], 
         os.environ[pallas_products.SWITCH] = switch
         made = prepare(model, recipe, max(counts))
         parameters = jax.block_until_ready(jax.jit(made.make)(jax.random.key(0)))
-        inputs = {count: drawn(model, count) for count in counts}
+        inputs = {count: in_turns(model, count) for count in counts}
         # Traced here, where the switch says how; compiled side by side.
-        run = rotated(made.layer, model.num_experts)
+        run = in_turn(made.layer, unrolled=False)
         lowered = {count: run.lower(*inputs[count], parameters) for count in counts}
         with ThreadPoolExecutor(COMPILERS) as pool:
             programs = dict(zip(counts, pool.map(_compiled, lowered.values()), strict=True))
@@ -97,7 +97,7 @@ def layers(result: Result, model: Model, recipes: list[str], counts: list[int], 
                 continue
             call = partial(program, *inputs[count], parameters)
             us = quickly(call) / ROUTINGS
-            experts = len(np.unique(np.asarray(inputs[count][1])))
+            experts = len(np.unique(np.asarray(inputs[count][1][0])))
             gb = experts * made.weight_bytes(parameters) / us / 1e3
             tflops = model.flops(count) / us / 1e6
             result.add(
@@ -105,6 +105,12 @@ def layers(result: Result, model: Model, recipes: list[str], counts: list[int], 
             )
         jax.clear_caches()
     os.environ[pallas_products.SWITCH] = "1"
+
+
+def in_turns(model: Model, count: int) -> tuple[Array, tuple[Array, ...], Array]:
+    """Tokens, the ids of every turn and their weights."""
+    x, ids, factors = drawn(model, count)
+    return x, turns(ids, model.num_experts), factors
 
 
 def _compiled(lowered: Any) -> Any:
