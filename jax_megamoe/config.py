@@ -232,7 +232,8 @@ class MoEConfig(ExpertSpec):
             format. `recipe` is the pair.
         reserved_sms: streaming multiprocessors that the kernel leaves free for others (collectives
             on another stream); an even number.
-        fast_math: the kernel's approximate exp and reciprocal.
+        fast_math: the kernels of ``deep_gemm`` and ``grouped`` take approximate exp and reciprocal
+            in the activation; False: float32's own. ``xla`` and ``reference`` always have those.
 
     Raises:
         ValueError: a size out of range or off its multiple, an activation or shared precision that

@@ -115,6 +115,15 @@ def test_one_rank(hopper, form):
     assert each.weighs_in_combine == (form == "nvfp4") and each.rounds
 
 
+@pytest.mark.parametrize("fast_math", [True, False])
+def test_fast_math_is_the_configs(hopper, fast_math):
+    config = cases.config("bf16", num_experts=8, top_k=2, fast_math=fast_math)
+    run = partial(mm.mega_moe, config=config, implementation="grouped")
+    # A trace of its own: what is launched is seen there.
+    run(**call_of(config, 5), weights=cases.weights(config))
+    assert [each.fast_math for each in hopper] == [fast_math]
+
+
 def test_weights_in_its_layout_choose_it(hopper):
     config = cases.config("mxfp4", num_experts=8, top_k=2)
     moved = mm.to_layout(cases.weights(config), mm.GROUPED_BF16)

@@ -137,6 +137,20 @@ def test_rows_of_more_than_a_block_are_counted_and_then_placed():
     assert place.config.grid == (2, 1, 1) and place.config.programmatic_serialization
 
 
+@pytest.mark.parametrize("form", ["mxfp4", "bf16"])
+def test_fast_math_is_the_activations_alone(form):
+    layer = LAYER if form == "mxfp4" else replace(LAYER, weights=form, activations=form)
+    fast, exact = (
+        plan_grouped(replace(layer, num_tokens=200, fast_math=each)).launches
+        for each in (True, False)
+    )
+    (changed,) = [pair for pair in zip(fast, exact, strict=True) if pair[0] != pair[1]]
+    assert [each.kernel.symbol for each in changed] == ["activate_rows"] * 2
+    # Before whether it may start early.
+    assert [each.kernel.template_args[-2] for each in changed] == ["true", "false"]
+    assert changed[0].arguments == changed[1].arguments
+
+
 def test_what_reads_the_tables_early_does_not_start_before_they_are_there():
     early = [step.config.programmatic_serialization for step in plan_grouped(LAYER).launches]
     # The first product reads tables of the kernel before it, so it waits for that one's end.
