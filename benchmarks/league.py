@@ -116,9 +116,12 @@ def page(timings: Sequence[Timing], ceilings: Ceilings) -> str:
         "",
         "The best of a row and our best are bold: two bold cells mean that we lose. `bare` is "
         "staging and the same kernel launched by the driver, in a CUDA graph: a floor for "
-        "`deep_gemm`, no layer that JAX can call. `grouped` and `deep_gemm` are jitted layers of a "
-        "scan, each with another routing, so that weights come from memory; `xla` and `ragged_dot` "
-        "are calls of a jitted layer. Files were not made in the same minutes: compare cells of "
+        "`deep_gemm`, no layer that JAX can call. `grouped` and `deep_gemm` are layers of one "
+        "jitted program, each with another routing, so that weights come from memory: where the "
+        "list of records says *unrolled*, they follow one another as peers' layers do in a CUDA "
+        "graph; else they are those of a scan, which computes ids between them. "
+        "`xla` and `ragged_dot` are layers of a loop, or calls of a jitted layer in older records. "
+        "Files were not made in the same minutes: compare cells of "
         "two files with care. GPT-OSS's layer has its biases and its own SwiGLU.",
         "",
     ]
@@ -126,7 +129,8 @@ def page(timings: Sequence[Timing], ceilings: Ceilings) -> str:
         lines += [
             f"Cells with {ONE_RUN} are of one run (benchmarks/gpu/league_cells.py): all columns "
             "of a model on one GPU within minutes, each program 16 layers with another routing "
-            "each, peers that need torch in a CUDA graph of as many.",
+            "each, peers that need torch in a CUDA graph of as many, `xla` and `ragged_dot` in a "
+            "loop.",
             "",
         ]
     lost: list[str] = []

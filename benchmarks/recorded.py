@@ -8,6 +8,7 @@ from typing import Any
 
 from jax_megamoe.cli.gpu.models import MODELS
 from jax_megamoe.cli.gpu.result import Ceilings, GpuResult, Timing, read_result
+from jax_megamoe.cli.gpu.routings import PROGRAMS
 
 RESULTS = Path(__file__).parent / "results"
 DEVICE = "NVIDIA H200"
@@ -133,11 +134,12 @@ def ceilings() -> Ceilings:
 
 
 def environments() -> dict[str, str]:
-    """Driver and jax of the recorded files."""
+    """Driver and jax of the recorded files, and whether our layers were unrolled."""
     found = {}
     for name in sorted({each.source for each in timings()}):
         held = read(name)
         held = held.get("versions", held)
         said = [f"{key} {held[key]}" for key in ("driver", "jax") if isinstance(held.get(key), str)]
+        said += [f"layers {held[PROGRAMS]}"] if PROGRAMS in held else []
         found[name] = ", ".join(said)
     return found

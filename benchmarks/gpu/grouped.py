@@ -35,7 +35,7 @@ from jaxtyping import Array
 
 import jax_megamoe as mm
 from jax_megamoe.cli.gpu.models import MODELS
-from jax_megamoe.cli.gpu.routings import ROUTINGS, in_turn
+from jax_megamoe.cli.gpu.routings import PROGRAMS, ROUTINGS, UNROLLED, in_turn
 from jax_megamoe.compile import compile_many
 from jax_megamoe.launch import grouped, launcher
 from jax_megamoe.plan.grouped.call import GroupedLayer
@@ -229,7 +229,7 @@ def gpt_oss(found: list[dict[str, Any]], token_counts: tuple[int, ...], num_laye
                 finite=bool(np.isfinite(y).all()),
             )
         )
-        save(found)
+        save(found, {})
 
 
 def own_weights(layer: GroupedLayer, weights: mm.ExpertWeights, call: dict[str, Array]) -> Array:
@@ -243,9 +243,10 @@ def own_weights(layer: GroupedLayer, weights: mm.ExpertWeights, call: dict[str, 
     return lax.scan(step, call["x"], weights)[0]
 
 
-def save(found: list[dict[str, Any]]) -> None:
+def save(found: list[dict[str, Any]], said: dict[str, str]) -> None:
+    """Writes the rows, and what else is to be known of them."""
     device = jax.devices()[0].device_kind
-    result = {"device": device, "jax": jax.__version__, "rows": found}
+    result = {"device": device, "jax": jax.__version__, **said, "rows": found}
     (OUT / "grouped.json").write_text(json.dumps(result, indent=1))
 
 
@@ -279,7 +280,7 @@ def main() -> None:
                     f"{one.gigabytes_per_second:.0f} GB/s",
                     flush=True,
                 )
-                save(found)
+                save(found, {PROGRAMS: UNROLLED})
 
 
 if __name__ == "__main__":

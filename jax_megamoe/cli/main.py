@@ -70,7 +70,9 @@ def demo(parser: argparse.ArgumentParser) -> Run:
 def bench(parser: argparse.ArgumentParser) -> Run:
     """Measure: `gpu`, layers of known models; `cpu`, xla beside einsum; `load`, loading."""
     kinds = parser.add_subparsers(dest="what", required=True)
-    gpu.add_arguments(kinds.add_parser("gpu", help=gpu.SUMMARY, description=gpu.SUMMARY))
+    gpu.add_arguments(
+        kinds.add_parser("gpu", help=gpu.SUMMARY, description=gpu.SUMMARY, epilog=gpu.HOW)
+    )
     for name, kind in _BENCHMARKS.items():
         added = kinds.add_parser(name, help=kind.summary, description=kind.summary)
         _add_sizes(added, kind.shape())

@@ -97,6 +97,12 @@ def test_two_runs() -> None:
     assert compared(RESULT, new).rows[0][-1] == "2.000"
 
 
+def test_a_comparison_says_that_programs_are_made_otherwise() -> None:
+    unrolled = RESULT.versions | {routings.PROGRAMS: routings.UNROLLED}
+    both = compared(dataclasses.replace(RESULT, versions=unrolled), RESULT)
+    assert both.heading == ("NVIDIA H200, then NVIDIA H200: layers of a program none -> unrolled")
+
+
 def test_picture(tmp_path: Path) -> None:
     path = tmp_path / "picture.png"
     save_picture(path, RESULT.timings, CEILINGS, caption="recorded")
@@ -128,6 +134,7 @@ def test_every_row_is_timed_and_progress_is_told() -> None:
     assert rows["xla", "mxfp4", 1].weight_bytes == 4 * weights * 17 / 32
     assert rows["xla", "mxfp4", 8].flops == 2 * 8 * 4 * weights
     assert result.ceilings.copy_bytes_per_second == pytest.approx(2 * (1 << 20) / 1600e-6)
+    assert result.versions["layers of a program"] == "unrolled"
     assert [share for _, share in said] == sorted(share for _, share in said)
     assert said[1] == ("compiling", 0.0) and said[-1] == ("done", 1.0)
     # Ours are timed first, then what XLA alone compiles; the table has the order of the request.

@@ -17,10 +17,16 @@ from jax_megamoe.cli.gpu.measure import Request, measure, needs_gpu, timed
 from jax_megamoe.cli.gpu.models import MODELS, TINY, Model
 from jax_megamoe.cli.gpu.picture import save_picture
 from jax_megamoe.cli.gpu.result import GpuResult, compared, read_result
+from jax_megamoe.cli.gpu.routings import ROUTINGS
 from jax_megamoe.formats import RECIPES
 from jax_megamoe.launch.measured import dump
 
 SUMMARY = "every implementation and peer that can run, on this machine's GPU, for known models"
+HOW = (
+    f"A time is that of {ROUTINGS} layers in one program, each with another routing. Those of "
+    "deep_gemm and grouped are unrolled in it, as peers that need torch have theirs in a CUDA "
+    "graph; what XLA compiles has a loop."
+)
 
 _TOKENS = (1, 8, 64, 256, 1024, 4096)
 _TINY_TOKENS = (1, 8, 64)

@@ -19,7 +19,7 @@ from jax_megamoe.cli.gpu.machine import REFUSED, Timer, ceilings, line_of, versi
 from jax_megamoe.cli.gpu.models import BYTES_OF_A_WEIGHT, Model
 from jax_megamoe.cli.gpu.peer_process import PeerProcess
 from jax_megamoe.cli.gpu.result import GpuResult, Timing
-from jax_megamoe.cli.gpu.routings import ROUTINGS, drawn, turns
+from jax_megamoe.cli.gpu.routings import PROGRAMS, ROUTINGS, UNROLLED, drawn, turns
 from jax_megamoe.formats import RECIPES
 from jax_megamoe.launch.runnable import supported
 from jax_megamoe.plan.refusal import Refusal
@@ -124,7 +124,8 @@ def measure(
     progress("copy and matmul rates", 0.0)
     rates = ceilings(timer, small=device.platform == "cpu")
     entries = _entries(request, device)
-    result = GpuResult(request.command, device.device_kind, versions(), rates)
+    of = versions() | {PROGRAMS: UNROLLED}
+    result = GpuResult(request.command, device.device_kind, of, rates)
     with ExitStack() as stack:
         used = dict.fromkeys(e.implementation for e in entries if e.implementation in TORCH_PEERS)
         others = {name: stack.enter_context(closing(processes(name))) for name in used}

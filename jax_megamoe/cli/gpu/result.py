@@ -87,7 +87,7 @@ class GpuResult:
     Attributes:
         command: arguments of `python -m jax_megamoe`.
         device: kind of the GPU.
-        versions: of what the times depend on.
+        versions: of what the times depend on; how programs are made is one (`routings.PROGRAMS`).
         ceilings: measured in the same run.
         timings: every layer, measured or not.
     """

@@ -15,6 +15,10 @@ ROUTINGS = 16
 """Layers of a timed program, each with another routing: what one read is not in the L2 cache when
 the next reads."""
 
+PROGRAMS, UNROLLED = "layers of a program", "unrolled"
+"""Name and value, among a result's versions, of how programs of our own kernels are made. Older
+results lack it: theirs had a loop, which computed each layer's ids between the layers."""
+
 
 def tokens(sizes: Model | MoEConfig, num_tokens: int, seed: int = 1) -> tuple[Array, Array, Array]:
     """x bfloat16 [T, H] and a random routing: ids int32 [T, K], weights float32 [T, K], sum 1."""
