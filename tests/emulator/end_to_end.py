@@ -114,6 +114,7 @@ CASES: dict[str, tuple[Callable[[Cell], float], Cell]] = {
     "a scan of three layers": (scanned, Cell("mxfp4", "sgl")),
     # Of its products' arguments one is a struct.
     "bf16 in slots": (one_call, Cell("bf16", GROUPED, arch=100, tokens=9)),
+    "bf16 of 1,040 rows": (one_call, Cell("bf16", GROUPED, arch=90, tokens=130, top_k=8)),
     "reuse after an idle call": (after_an_idle_call, Cell("mxfp4", "sgl", ranks=2, tokens=16)),
 }
 
