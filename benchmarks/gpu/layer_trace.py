@@ -69,14 +69,14 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=list(grouped.TOKENS))
     parser.add_argument("--weights", default="mxfp4")
     parser.add_argument("--activations", default="fp8_block")
-    parser.add_argument("--stream-k", action="store_true", help="as Humming's own rule cuts tiles")
+    parser.add_argument("--stream-k", action="store_true", help="last waves cut along K")
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for shape in arguments.shapes:
         sizes = grouped.MODELS[shape].sizes
         recipe = arguments.weights, arguments.activations
         each, stored = grouped.prepared(sizes, recipe)
-        each = replace(each, stream_k=None if arguments.stream_k else False)
+        each = replace(each, stream_k=True if arguments.stream_k else None)
         layers = [replace(each, num_tokens=count) for count in arguments.tokens]
         grouped.compiled(layers)
         for layer in layers:

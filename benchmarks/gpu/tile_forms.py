@@ -7,7 +7,7 @@ Each product has its tiles as `tiles.choose` says (`wide`), these with the last 
 (`cut`), or tiles of half the columns (`narrow`); all pairs of forms for both products. Times are of
 the program that grouped.py times; the pairs take turns, and each has the median of its turns.
 `tiles` is how many tiles the first and the second product have, `steps` how many blocks of K, and
-`places` how many run at once. Results go to $OUT/tile_forms.json after every row. `tiles.choose`
+`places` how many run at once. Results go to $OUT/tile_forms.json after every row. `tiles.measured`
 goes by them.
 """
 
@@ -16,6 +16,7 @@ import faulthandler
 import itertools
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -59,7 +60,7 @@ class Formed(GroupedLayer):
 def in_form(layer: GroupedLayer, pair: tuple[str, str]) -> Formed:
     """The layer with tiles in a pair of forms."""
     same = {each.name: getattr(layer, each.name) for each in fields(layer)}
-    return Formed(**same, forms=pair)
+    return Formed(**same | dict(stream_k=False), forms=pair)
 
 
 def in_turn(programs: dict[str, Callable[[], Any]]) -> dict[str, float]:
@@ -83,7 +84,8 @@ def row(shape: str, layer: GroupedLayer, stored: Any) -> dict[str, Any]:
     found = in_turn(
         {" ".join(pair): grouped.layers(in_form(layer, pair), operands) for pair in PAIRS}
     )
-    both = [(layer.product(w2), layer.tiles(w2)) for w2 in (False, True)]
+    wide = in_form(layer, ("wide", "wide"))
+    both = [(layer.product(w2), wide.tiles(w2)) for w2 in (False, True)]
     ids = np.asarray(operands["topk_ids"])
     blocks = [
         -(-np.count_nonzero(ids == each) // layer.block_m) for each in range(layer.num_experts)
@@ -115,7 +117,12 @@ def main() -> None:
         for layer in layers:
             found.append(row(shape, layer, stored))
             print(json.dumps(found[-1]), flush=True)
-            result = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+            command = f"benchmarks/gpu/tile_forms.py {' '.join(sys.argv[1:])}".strip()
+            result = {
+                "command": command,
+                "device": jax.devices()[0].device_kind,
+                "jax": jax.__version__,
+            }
             (OUT / "tile_forms.json").write_text(json.dumps(result | {"rows": found}, indent=1))
 
 

@@ -38,9 +38,7 @@ class GroupedLayer:
         max_replicas: width of ``logical_to_physical``; 0 without it.
         fast_math: approximate exp and reciprocal in the activation.
         early: launches overlap the ends of those before them, from Hopper on.
-        stream_k: as `Tiles`; None: as `tiles.choose` says. Off by default: on an H200 a Qwen3-30B
-            layer of FP8 activations takes 0.69 to 0.96 of the time without it up to 1,024 tokens
-            (benchmarks/results/grouped_h200.json), and every sum keeps its order.
+        stream_k: as `Tiles`; None: as `tiles.measured` says.
     """
 
     arch: int
@@ -67,7 +65,7 @@ class GroupedLayer:
     shared_memory: int = 0
     fast_math: bool = True
     early: bool = True
-    stream_k: bool | None = False
+    stream_k: bool | None = None
 
     @property
     def rows(self) -> int:
@@ -143,7 +141,10 @@ class GroupedLayer:
 
     def tiles(self, w2: bool) -> Tiles:
         """Of a product, whose kernel lets its successor start early."""
-        chosen = tiles.choose(self.product(w2), self.rows, self.num_sms, self.shared_memory)
-        if self.stream_k is not None:
+        product = self.product(w2)
+        chosen = tiles.choose(product, self.rows, self.num_sms, self.shared_memory)
+        if self.stream_k is None:
+            chosen = tiles.measured(product, chosen, self.rows, self.num_sms)
+        else:
             chosen = replace(chosen, stream_k=self.stream_k, ordered=self.stream_k)
         return replace(chosen, pdl=self.overlaps)
