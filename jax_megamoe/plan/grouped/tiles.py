@@ -99,7 +99,7 @@ def measured(product: Product, chosen: Tiles, rows: int, num_sms: int) -> Tiles:
         (tall, warp, deep) = chosen.warp
         return replace(uncut, block=(height, columns // 2, depth), warp=(tall, warp // 2, deep))
     is_long = product.k // depth >= 32
-    if is_long and 2 < waves < 3 and waves / math.ceil(waves) < 0.85:
+    if is_long and 2 < waves < 3 and waves / math.ceil(waves) < 0.9:
         return replace(uncut, stream_k=True, ordered=_ORDERED)
     return uncut
 
