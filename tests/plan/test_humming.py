@@ -282,8 +282,16 @@ def test_forms_of_tiles_are_near_the_fastest_measured():
     assert pairs["qwen3_30b", 1] == "wide wide"
     assert pairs["v4_flash", 1] == pairs["gpt_oss_120b", 1] == "narrow narrow"
     assert pairs["v4_flash", 8] == "cut wide"
-    # Other formats keep Humming's tiles, uncut.
-    for weights, activations in (("fp8_block", "fp8_block"), ("mxfp4", "bf16")):
-        each = replace(LAYER, weights=weights, activations=activations, num_tokens=1)
-        each = replace(each, second_scales=("none", "none"))
-        assert not each.cuts
+
+
+def test_waves_of_other_formats():
+    """FP8 blocks are uncut; BF16 inputs are cut as Humming's own rule says, in order."""
+    blocks = replace(LAYER, weights="fp8_block", second_scales=("none", "none"), num_tokens=1)
+    assert not blocks.cuts
+    deep = dict(hidden_size=4096, intermediate_size=4096, second_scales=("none", "none"))
+    wide = replace(LAYER, **deep, weights="mxfp4", activations="bf16", num_tokens=1)
+    assert [(wide.tiles(w2).stream_k, wide.tiles(w2).ordered) for w2 in (False, True)] == [
+        (True, True),
+        (True, True),
+    ]
+    assert not replace(wide, arch=80).cuts
