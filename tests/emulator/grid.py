@@ -142,8 +142,16 @@ def grouped() -> Iterator[Cell]:
     yield from (Cell("bf16", GROUPED, arch=90, tokens=n) for n in (1, 7, 64))
     yield Cell("bf16", GROUPED, arch=90, tokens=64, experts=4, intermediate=384, num_sms=8)
     yield from blackwell_slots()
+    yield from forms_of_tiles()
     yield Cell("mxfp4", GROUPED, arch=90, ranks=2, tokens=9, top_k=3, idle_ranks=(1,))
     yield Cell("mxfp4", GROUPED, arch=90, experts=4, hidden=7168, intermediate=2048, tokens=8)
+
+
+def forms_of_tiles() -> Iterator[Cell]:
+    """Calls whose products have narrow tiles, or a wave that is cut (`tiles.measured`)."""
+    cell = functools.partial(Cell, "mxfp4_block", GROUPED, arch=90)
+    yield cell(tokens=1, experts=4, hidden=2048, intermediate=1024, num_sms=16)
+    yield cell(tokens=8, experts=16, hidden=4096)
 
 
 def blackwell_slots() -> Iterator[Cell]:

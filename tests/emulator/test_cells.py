@@ -7,11 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from emulator import cells
+from emulator import cells, grid
 from emulator.cells import Cell
 from emulator.fixtures import needs
 from emulator.machine import EmulatorError
 from emulator.standing_in import StandIn, standing_in
+from jax_megamoe.plan.grouped import tiles
 
 FAMILIES = cells.families()
 NAMES = [f"{source} {form}" for form, source in FAMILIES]
@@ -100,6 +101,24 @@ def test_folded_biases_in_a_layer_as_wide_as_gpt_oss(stand_in):
 def test_grouped_products(stand_in, cell):
     needs(cell.source)
     cells.check(cell, stand_in)
+
+
+def test_forms_of_tiles_on_hopper(stand_in, monkeypatch):
+    """Narrow tiles of a product of few rows, and a wave that is cut along K."""
+    needs("humming")
+    planned: list[tuple[int, bool]] = []
+    choose = tiles.measured
+
+    def measured(*arguments):
+        found = choose(*arguments)
+        planned.append((found.block[1], found.stream_k))
+        return found
+
+    monkeypatch.setattr(tiles, "measured", measured)
+    for cell, form in zip(grid.forms_of_tiles(), ((128, False), (256, True)), strict=True):
+        planned.clear()
+        cells.check(cell, stand_in)
+        assert form in planned
 
 
 @pytest.mark.parametrize(
