@@ -127,10 +127,10 @@ def page(timings: Sequence[Timing], ceilings: Ceilings) -> str:
     ]
     if any(recorded.in_league(each) for each in timings):
         lines += [
-            f"Cells with {ONE_RUN} are of one run (benchmarks/gpu/league_cells.py): all columns "
-            "of a model on one GPU within minutes, each program 16 layers with another routing "
-            "each, peers that need torch in a CUDA graph of as many, `xla` and `ragged_dot` in a "
-            "loop.",
+            f"Cells with {ONE_RUN} are of benchmarks/gpu/league_cells.py: all columns of a file on "
+            "one GPU within minutes, each program 16 layers with another routing each, peers that "
+            "need torch in a CUDA graph of as many, `xla` and `ragged_dot` in a loop. "
+            "`mxfp4_bf16` and what XLA compiles are files of their own, of the same day.",
             "",
         ]
     lost: list[str] = []

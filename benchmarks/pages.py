@@ -4,7 +4,7 @@
 
 - decoder_h200.md: whole models, from every decoder_h200*.json that benchmarks/gpu/decoder.py wrote;
 - gpt_oss_h200.md: GPT-OSS's layers, from gpt_oss_h200.json, `grouped.py --gpt-oss`'s grouped.json;
-- portable_h200.md: `xla` in bf16, from a run of the league and an older record of its peer.
+- portable_h200.md: `xla`, from a run of the league.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -167,38 +167,36 @@ def gpt_oss() -> str:
     return page(f"GPT-OSS-120B's {layers} MoE layers on an H200", times)
 
 
-LEAGUE_CELLS = "PYTHONPATH=.:benchmarks python benchmarks/gpu/league_cells.py"
+LEAGUE_CELLS = "PYTHONPATH=.:benchmarks python"
 
 
 def portable() -> str:
     """portable_h200.md."""
-    name, older, model = "league_h200_qwen3_30b.json", "sm90_h200_long", "qwen3_30b"
+    name = "league_h200_xla.json"
     result = read_result(recorded.RESULTS / name)
     taken = {(each.series, each.num_tokens): each for each in result.timings}
-    columns = dict.fromkeys(" ".join(each.series) for each in result.timings)
     counts = sorted({each.num_tokens for each in result.timings})
     copied = result.ceilings.copy_bytes_per_second
-    peer = {
-        row["num_tokens"]: row["ragged"]
-        for row in recorded.read(f"{older}.json")["rows"]
-        if row["shape"] == model and row["ragged"] is not None
-    }
     cells = []
     for count in counts:
-        ours, grouped = (taken[(each, "bf16"), count] for each in ("xla", "grouped"))
+        ours, blocks = (taken[("xla", recipe), count] for recipe in ("bf16", "fp8_block"))
+        peer = taken[("ragged_dot", "bf16"), count].microseconds
         share = ours.weight_bytes / copied * 1e6 / ours.microseconds
-        times = [f"{ours.microseconds:.0f}", f"{share:.2f}", f"{grouped.microseconds:.0f}"]
-        beside = f"{peer[count]:.0f}" if count in peer else "not recorded"
-        cells.append([str(count), *times, beside])
+        times = [f"{ours.microseconds:.0f}", f"{share:.2f}", f"{peer:.0f}"]
+        over = f"{peer / ours.microseconds:.1f}"
+        cells.append([str(count), *times, over, f"{blocks.microseconds:.0f}"])
     prose = (
         f"{result.device}, jax {result.versions['jax']}, a layer of Qwen3-30B-A3B's sizes, "
-        f"microseconds; columns of one run ([record]({name})) but for `lax.ragged_dot`, whose "
-        f"times are of [an earlier one]({older}.md). A copy moved {copied / 1e12:.2f} TB/s."
+        f"microseconds, all of one run ([record]({name})): loops of 16 layers, each with another "
+        f"routing. A copy moved {copied / 1e12:.2f} TB/s. `grouped` on the same weights: "
+        "[league](../league.md)."
     )
-    tokens, quoted = " ".join(map(str, counts)), " ".join(f'"{each}"' for each in columns)
-    command = f"{LEAGUE_CELLS} --models {model} --tokens {tokens} --columns {quoted}"
-    head = "| tokens | `xla`, us | of the copy rate | `grouped`, us | `lax.ragged_dot`, us |"
-    return page("`xla` in bf16 on an H200", section([command], prose, lines_of(head, cells)))
+    head = (
+        "| tokens | `xla` bf16, us | of the copy rate | `lax.ragged_dot` bf16, us | over `xla` "
+        "| `xla` fp8_block, us |"
+    )
+    command = f"{LEAGUE_CELLS} {result.command}"
+    return page("`xla` on an H200", section([command], prose, lines_of(head, cells)))
 
 
 PAGES: Mapping[str, Callable[[], str]] = {

@@ -10,6 +10,7 @@ process each: CUDA_VISIBLE_DEVICES=0 with some models, 1 with the others.
 
 import argparse
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def main() -> None:
         token_counts=tuple(sorted(set(arguments.tokens))),
         series=tuple(each for each in league.COLUMNS if " ".join(each) in arguments.columns),
         seconds=arguments.seconds,
-        command=f"benchmarks/gpu/league_cells.py {' '.join(sys.argv[1:])}".strip(),
+        command=shlex.join(["benchmarks/gpu/league_cells.py", *sys.argv[1:]]),
     )
     folder = Path(os.environ.get("OUT", "."))
     name = "tiny" if is_dry else "_".join(arguments.models)
