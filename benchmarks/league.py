@@ -147,6 +147,14 @@ def page(timings: Sequence[Timing], ceilings: Ceilings) -> str:
             note = "`ragged_dot` stands between two all_to_alls here.\n" if ranks > 1 else ""
             lines += [f"## {MODELS[model].title}{over}", "", *([note] if note else []), *rows, ""]
     lines += [
+        "## `grouped` beside Humming's own layers",
+        "",
+        "Ours over theirs, of cells of one file. Both have the same products, in the same tiles "
+        "but for few rows. Ours sum in an order that repeats; theirs do not where a wave is cut. "
+        "Around the products we launch three or four kernels, they four or five.",
+        "",
+        *beside_humming(timings),
+        "",
         "## Where we lose",
         "",
         "| model | GPUs | tokens | ours, us | best, us | ours / best |",
@@ -161,6 +169,28 @@ def page(timings: Sequence[Timing], ceilings: Ceilings) -> str:
         ),
     ]
     return "\n".join([*lines, ""])
+
+
+def beside_humming(timings: Sequence[Timing]) -> list[str]:
+    """The rows of a table: a model's recipe, and the ratio at each number of tokens."""
+    found = {(e.model, *e.series, e.num_tokens): e for e in timings if e.num_ranks == 1}
+    lines = [f"| layer | recipe | {' | '.join(map(str, TOKENS))} |", f"|---|---|{'---:|' * 6}"]
+    for implementation, recipe in COLUMNS:
+        if implementation != "humming":
+            continue
+        for name, model in MODELS.items():
+            pairs = [
+                (found.get((name, "grouped", recipe, n)), found.get((name, "humming", recipe, n)))
+                for n in TOKENS
+            ]
+            cells = [
+                f"{ours.microseconds / theirs.microseconds:.2f}"
+                if ours and theirs and ours.source == theirs.source
+                else NOT_RUN
+                for ours, theirs in pairs
+            ]
+            lines.append(f"| {model.title} | {recipe} | {' | '.join(cells)} |")
+    return lines
 
 
 def measured(timings: Sequence[Timing]) -> str:
