@@ -15,6 +15,7 @@ from emulation import H200, Emulation
 import jax_megamoe as mm
 from jax_megamoe.cli.gpu import contenders, measure, routings
 from jax_megamoe.cli.gpu.compiled import LATE
+from jax_megamoe.cli.gpu.machine import line_of
 from jax_megamoe.cli.gpu.measure import Request, recipes_of
 from jax_megamoe.cli.gpu.models import BF16_ROWS, MODELS, TINY, Model
 from jax_megamoe.cli.gpu.picture import save_picture
@@ -298,3 +299,17 @@ def test_every_series_on_a_device_that_stands_for_an_h200(
         assert rows[each].microseconds == 100, rows[each].why
     few, many = rows["grouped", "mxfp4_block"], rows["deep_gemm", "fp8_block"]
     assert few.weight_bytes / many.weight_bytes == pytest.approx(17 / 32, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("no kernel\nmore", "no kernel"),
+        ("", "ValueError"),
+        ("at 26:15:\n    arange(0, K)\n    ^\nno power of two", "at 26:15: no power of two"),
+        ("nothing behind:", "nothing behind:"),
+        ("a" * 300, "a" * 200),
+    ],
+)  # fmt: skip
+def test_errors_in_a_line(text: str, expected: str) -> None:
+    assert line_of(ValueError(text)) == expected

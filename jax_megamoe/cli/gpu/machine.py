@@ -22,8 +22,11 @@ Timer = Callable[[Callable[[], Any]], float]
 
 
 def line_of(error: BaseException) -> str:
-    """The first line of an error, which says what is missing."""
-    return (str(error).splitlines() or [""])[0][:200] or type(error).__name__
+    """The first line of an error, which says what is missing, with the last where it ends in a
+    colon, as Triton's place in a kernel does."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first = lines[0] if lines else type(error).__name__
+    return (f"{first} {lines[-1]}" if first.endswith(":") and len(lines) > 1 else first)[:200]
 
 
 def ceilings(timer: Timer, *, small: bool) -> Ceilings:
