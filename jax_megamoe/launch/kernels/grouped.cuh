@@ -160,8 +160,8 @@ struct Sorter {
 
   // Slots of every expert, and the row's of this thread.
   //
-  // row: its number; expert: its own or kNoExpert; warps: those of this block that have rows.
-  // elsewhere(expert) -> Elsewhere; all threads of the block come here.
+  // expert: the row's or kNoExpert; warps: those of this block that have rows; elsewhere(expert) ->
+  // Elsewhere. All threads of the block come here.
   template <typename OfExpert>
   __device__ __forceinline__ uint32_t slot_of(uint32_t expert, uint32_t warps, OfExpert elsewhere) {
     const Alike alike(expert);
