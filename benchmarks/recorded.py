@@ -61,7 +61,7 @@ GROUPED_RECIPES = {
 
 
 def grouped() -> Iterator[Timing]:
-    """The grouped kernels, not cut along K, as they run by default."""
+    """The grouped kernels, not cut along K, as they ran by default then."""
     name = "grouped_h200.json"
     for row in read(name)["rows"]:
         model = MODELS[row["shape"]]

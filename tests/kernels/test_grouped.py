@@ -76,6 +76,17 @@ SORTED = (
     layer("bf16", num_tokens=150, num_experts=300, num_logical=300),
     layer("bf16", num_tokens=1400),
 )
+EDGES = tuple(
+    layer("bf16", num_tokens=rows, top_k=1, num_experts=experts, num_logical=experts, weights=form)
+    for form, experts, counts in (
+        ("mxfp4", 40, (1, 256, 257, 1024, 1025)),
+        ("mxfp4", 512, (256, 512, 513, 1025)),
+        ("bf16", 40, (1, 1025)),
+        ("bf16", 512, (512, 513)),
+    )
+    for rows in counts
+)
+"""Rows as many as a block sorts, and one more."""
 IN_SLOTS = (
     layer("bf16", weights="bf16"),
     layer("bf16", weights="bf16", num_tokens=90),
@@ -86,7 +97,7 @@ IN_SLOTS = (
 
 @pytest.fixture(scope="module")
 def on_host(tmp_path_factory) -> HostKernels:
-    found = [steps(plan_grouped(each)) for each in (*SORTED, *IN_SLOTS)]
+    found = [steps(plan_grouped(each)) for each in (*SORTED, *EDGES, *IN_SLOTS)]
     own = [s.kernel for each in found for s in each.values() if s.kernel.source == "jax_megamoe"]
     return HostKernels(own, tmp_path_factory.mktemp("kernels"))
 
@@ -194,6 +205,7 @@ def test_rows_in_slots_are_those_of_the_tables(on_host, each):
     np.testing.assert_array_equal(slots[arrays["row_slots"][live]], live)
     np.testing.assert_array_equal(blocks[arrays["row_slots"][live] // plan.block_m], experts[live])
     counts = np.bincount(experts[live], minlength=each.num_experts)
+    np.testing.assert_array_equal(arrays["stats"], np.arange(each.num_experts) + counts)
     starts = np.concatenate([[0], -(-arrays["expert_ends"][:-1] // plan.block_m) * plan.block_m])
     np.testing.assert_array_equal(arrays["expert_ends"] - starts, counts)
 
@@ -204,6 +216,39 @@ def test_rows_in_slots_are_those_of_the_tables(on_host, each):
     np.testing.assert_array_equal(got[filled], want[slots[filled] // each.top_k])
     empty = np.setdiff1d(np.arange(len(got)), filled)
     np.testing.assert_array_equal(got[empty], before.view(np.uint16)[empty])
+
+
+@pytest.mark.parametrize("each", EDGES, ids=lambda e: f"{e.weights}-{e.num_experts}-{e.rows}")
+@pytest.mark.parametrize("routing", ["random", "one expert", "none", "padding"])
+def test_any_routing_of_as_many_rows_as_a_block_has(on_host, each, routing):
+    plan = plan_grouped(each)
+    few = each.rows <= (1024 if each.num_experts == 40 else 512)
+    assert ("place_rows" in steps(plan)) == (not few)
+    ids = np.random.default_rng(each.rows).integers(0, each.num_experts, (each.rows, 1), np.int32)
+    masked = np.full(each.rows, routing == "padding")
+    if routing == "one expert":
+        ids[:] = each.num_experts - 1
+    if routing == "none":
+        ids[:] = -1
+    arrays = scratch(plan) | {"topk_ids": ids, "padding_mask": masked}
+    arrays |= {"x": np.zeros((each.rows, HIDDEN), ml_dtypes.bfloat16)}
+    arrays |= {"stats": np.arange(each.num_experts, dtype=np.int32)}
+    sort(on_host, plan, arrays)
+
+    experts = np.where(masked, -1, ids[:, 0])
+    np.testing.assert_array_equal(arrays["row_experts"], experts)
+    slots, blocks = expected_tables(experts, each.num_experts, plan.block_m)
+    counts = np.bincount(experts[experts >= 0], minlength=each.num_experts)
+    np.testing.assert_array_equal(arrays["stats"], np.arange(each.num_experts) + counts)
+    if each.in_slots:
+        live = np.flatnonzero(experts >= 0)
+        np.testing.assert_array_equal(slots[arrays["row_slots"][live]], live)
+        heights = -(-counts // plan.block_m) * plan.block_m
+        np.testing.assert_array_equal(arrays["expert_ends"], np.cumsum(heights) - heights + counts)
+        return
+    assert arrays["num_slots"][0] == len(slots) <= len(arrays["sorted_ids"])
+    np.testing.assert_array_equal(arrays["sorted_ids"][: len(slots)], slots)
+    np.testing.assert_array_equal(arrays["expert_ids"][: len(blocks)], blocks)
 
 
 def same_bytes(got: np.ndarray, want: np.ndarray, rows: np.ndarray) -> None:

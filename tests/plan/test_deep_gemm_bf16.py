@@ -82,6 +82,10 @@ def test_a_layer_copies_tokens_into_slots_and_has_six_launches(layer):
 def test_whoever_waits_for_its_predecessor_starts_early(layer, early):
     found = plan_grouped(replace(layer, early=early)).launches
     assert [step.config.programmatic_serialization for step in found] == [False, *[early] * 5]
+    found = plan_grouped(replace(layer, early=early, num_tokens=129)).launches
+    symbols = [step.kernel.symbol for step in found[:3]]
+    assert symbols == ["group_tokens", "place_rows", "gather_rows"]
+    assert [step.config.programmatic_serialization for step in found] == [False, *[early] * 6]
 
 
 @ARCHS

@@ -141,6 +141,25 @@ def test_rows_of_more_than_a_block_are_counted_and_then_placed():
     assert place.config.grid == (2, 1, 1) and place.config.programmatic_serialization
 
 
+@pytest.mark.parametrize(
+    ("rows", "experts", "threads", "blocks"),
+    [
+        *((1, 128, 256, 1), (256, 512, 256, 1), (257, 256, 1024, 1), (257, 257, 512, 1)),
+        *((1024, 256, 1024, 1), (1025, 256, 1024, 2), (512, 257, 512, 1), (513, 257, 512, 2)),
+        (4096, 512, 512, 8),
+    ],
+)
+def test_blocks_that_sort(rows, experts, threads, blocks):
+    layer = replace(LAYER, num_tokens=rows, top_k=1, num_experts=experts, num_logical=experts)
+    assert (layer.sort_threads, layer.sorters) == (threads, blocks)
+    plan = plan_grouped(layer)
+    counts = [shape for name, shape, _ in plan.scratch if name == "row_counts"]
+    assert counts == ([(blocks, experts)] if blocks > 1 else [])
+    # Counts of each warp, sums and starts lie in the 48 KiB that every GPU has without asking.
+    assert 4 * (threads // 32 * experts + 2 * experts + 1) <= 48 << 10
+    assert plan.launches[0].config.block == (threads, 1, 1)
+
+
 @pytest.mark.parametrize("form", ["mxfp4", "bf16"])
 def test_fast_math_is_the_activations_alone(form):
     layer = LAYER if form == "mxfp4" else replace(LAYER, weights=form, activations=form)
@@ -159,6 +178,12 @@ def test_what_reads_the_tables_early_does_not_start_before_they_are_there():
     early = [step.config.programmatic_serialization for step in plan_grouped(LAYER).launches]
     # The first product reads tables of the kernel before it, so it waits for that one's end.
     assert early == [False, False, True, True, True]
+    several = plan_grouped(replace(LAYER, num_tokens=129)).launches
+    # So it does where `place_rows`, which starts early itself, makes them.
+    assert [step.config.programmatic_serialization for step in several] == [
+        *(False, True, False),
+        *(True, True, True),
+    ]
     kept = [text_of(step).count("kUsePdl = true") for step in plan_grouped(LAYER).launches]
     assert kept == [0, 1, 0, 1, 0]
     apart = plan_grouped(replace(LAYER, early=False)).launches

@@ -136,9 +136,9 @@ struct Alike {
 
 inline constexpr uint32_t kNoExpert = 0xFFFFFFFF;
 
-// Where the sorted rows are written; any may be null. See `group_tokens`.
+// What is written of experts; any may be null. See `group_tokens`.
 struct Tables {
-  uint32_t *sorted_ids, *expert_ids, *num_slots, *row_slots;
+  uint32_t *expert_ids, *num_slots;
   int32_t *expert_ends, *stats;
 };
 
@@ -315,7 +315,7 @@ __global__ void __launch_bounds__(kThreads)
     Sorter<kThreads, kExperts, kBlockRows> sorter{counts, totals, starts};
     const uint32_t warps = (num_rows + kWarp - 1) / kWarp;
     const uint32_t slot = sorter.slot_of(expert, warps, [](uint32_t) { return Elsewhere{}; });
-    sorter.describe({sorted_ids, expert_ids, num_slots, row_slots, expert_ends, stats}, 0, 1);
+    sorter.describe({expert_ids, num_slots, expert_ends, stats}, 0, 1);
     if (expert != kNoExpert) {
       if (sorted_ids != nullptr) sorted_ids[slot] = row;
       if (row_slots != nullptr) row_slots[row] = slot;
@@ -398,8 +398,7 @@ __global__ void __launch_bounds__(kThreads)
     if (sorted_ids != nullptr) sorted_ids[slot] = row;
     if (row_slots != nullptr) row_slots[row] = slot;
   }
-  sorter.describe({sorted_ids, expert_ids, num_slots, row_slots, expert_ends, stats}, blockIdx.x,
-                  num_sorters);
+  sorter.describe({expert_ids, num_slots, expert_ends, stats}, blockIdx.x, num_sorters);
   if (sorted_ids == nullptr) return;
   // Other blocks place rows here: only what is behind an expert's last row is filled.
   for (uint32_t each = blockIdx.x + sorter.warp * num_sorters; each < kExperts;
@@ -426,7 +425,8 @@ __global__ void __launch_bounds__(kThreads)
   const auto row = static_cast<uint32_t>(place / kVectors);
   const uint32_t column = place % kVectors;
   if (row >= num_rows) return;
-  // Tokens are older than the predecessor, which started after all before it had ended.
+  // Tokens are older than `group_tokens`, which does not start early. Its tables are waited for, also
+  // behind `place_rows`, which may have started early itself: its end comes after its own wait.
   const uint4 eight = x[static_cast<size_t>(row / top_k) * kVectors + column];
   wait_for_predecessor<kEarly>();
   if (row_experts[row] < 0) return;
@@ -512,7 +512,8 @@ __global__ void __launch_bounds__(kThreads)
   const size_t place = static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x;
   const auto row = static_cast<uint32_t>(place / kVectors);
   const uint32_t column = place % kVectors;
-  // The tables are older than the predecessor, which started after their kernel had ended.
+  // The tables are there: the product ahead started after their kernel had ended, or, of rows in
+  // slots, waits for that and lets nothing start before its own end.
   const int32_t expert = row < num_rows ? row_experts[row] : -1;
   const bool inside = expert >= 0;
   const uint32_t slot = inside && row_slots != nullptr ? row_slots[row] : row;

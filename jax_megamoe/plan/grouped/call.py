@@ -11,9 +11,9 @@ from jax_megamoe.plan.grouped.rules import ROWS, SLOT_PRODUCTS
 from jax_megamoe.plan.grouped.slots import Matrices
 
 _WIDE_SORT = 256
+"""Up to so many experts the counts of 32 warps fit into shared memory; of more, those of 16."""
 _FEW_ROWS = 256
-"""Up to so many rows the sorting block has a thread for each and no more: it starts sooner. More
-than a block of `GroupedLayer.sort_threads` has are sorted by several."""
+"""Up to so many rows one block of so many threads sorts: a small block starts sooner."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class GroupedLayer:
 
     @property
     def sorters(self) -> int:
-        """Blocks that sort."""
+        """Blocks that sort: one, or as many as rows need."""
         return ceil_div(self.rows, self.sort_threads)
 
     @property

@@ -7,7 +7,7 @@ from jax_megamoe.plan.grouped import deep_gemm_bf16_sm90, deep_gemm_bf16_sm100, 
 from jax_megamoe.plan.grouped.product import KNOWN_ARCHS, WEIGHTS
 
 MAX_EXPERTS = 512
-"""Experts of one rank that the sorting block has room for."""
+"""Experts of one rank that a block which sorts has room for."""
 
 ROWS = {
     "bf16": ("kBf16", "bf16"),
