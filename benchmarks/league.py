@@ -149,9 +149,11 @@ def page(timings: Sequence[Timing], ceilings: Ceilings) -> str:
     lines += [
         "## `grouped` beside Humming's own layers",
         "",
-        "Ours over theirs, of cells of one file. Both have the same products, in the same tiles "
-        "but for few rows. Ours sum in an order that repeats; theirs do not where a wave is cut. "
-        "Around the products we launch three or four kernels, they four or five.",
+        "Ours over theirs, of cells of one file. Both have the same products; most tiles are the "
+        "same, and fewer of our waves are cut. Ours sum in an order that repeats; theirs do not "
+        "where a wave is cut. Around the products we launch three or four kernels, they four or "
+        "five, of which those that sort and sum are written for this comparison, because Humming's "
+        "wheel has none.",
         "",
         *beside_humming(timings),
         "",
@@ -174,7 +176,8 @@ def page(timings: Sequence[Timing], ceilings: Ceilings) -> str:
 def beside_humming(timings: Sequence[Timing]) -> list[str]:
     """The rows of a table: a model's recipe, and the ratio at each number of tokens."""
     found = {(e.model, *e.series, e.num_tokens): e for e in timings if e.num_ranks == 1}
-    lines = [f"| layer | recipe | {' | '.join(map(str, TOKENS))} |", f"|---|---|{'---:|' * 6}"]
+    counts, rule = " | ".join(map(str, TOKENS)), "---:|" * len(TOKENS)
+    lines = [f"| layer | recipe | {counts} |", f"|---|---|{rule}"]
     for implementation, recipe in COLUMNS:
         if implementation != "humming":
             continue

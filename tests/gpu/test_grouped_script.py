@@ -1,7 +1,6 @@
 """`benchmarks/gpu/grouped.py --gpt-oss` on CPU devices that stand for H200s, computing nothing."""
 
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -9,23 +8,17 @@ import emulation as emulated_devices
 import jax
 import pytest
 from emulation import Emulation
-from scripts import load_script
+from scripts import load_gpu_script
 
 from jax_megamoe.launch import grouped
 from jax_megamoe.plan.grouped.layer import plan_grouped
 
-ROOT = Path(__file__).parents[2]
 SMALL = dict(num_experts=16, top_k=4, hidden_size=512, intermediate_size=384)
 
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
-    pytest.importorskip("cuda.bindings", reason="cuda-bindings: pip install '.[cuda13]'")
-    monkeypatch.setenv("OUT", str(tmp_path))
-    for folder in ("tests/gpu", "benchmarks/gpu"):
-        monkeypatch.syspath_prepend(str(ROOT / folder))
-    monkeypatch.delitem(sys.modules, "checks", raising=False)
-    return load_script(ROOT / "benchmarks/gpu/grouped.py")
+    return load_gpu_script(monkeypatch, tmp_path, "grouped")
 
 
 def test_rows_of_gpt_oss(

@@ -12,23 +12,16 @@ import emulation as emulated_devices
 import jax
 import pytest
 from emulation import Emulation
-from scripts import load_script
+from scripts import load_gpu_script
 
 from jax_megamoe.launch import grouped
 
-ROOT = Path(__file__).parents[2]
 SMALL = dict(num_experts=16, top_k=4, hidden_size=512, intermediate_size=384)
 
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
-    pytest.importorskip("cuda.bindings", reason="cuda-bindings: pip install '.[cuda13]'")
-    monkeypatch.setenv("OUT", str(tmp_path))
-    for folder in ("tests/gpu", "benchmarks/gpu"):
-        monkeypatch.syspath_prepend(str(ROOT / folder))
-    for name in ("checks", "grouped", "step_trace"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    return load_script(ROOT / "benchmarks/gpu/layer_trace.py")
+    return load_gpu_script(monkeypatch, tmp_path, "grouped", "step_trace", "layer_trace")
 
 
 KERNELS = {

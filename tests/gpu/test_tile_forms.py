@@ -1,16 +1,14 @@
 """`benchmarks/gpu/tile_forms.py`: forms of tiles, and medians of programs that take turns."""
 
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from scripts import load_script
+from scripts import load_gpu_script
 
 from jax_megamoe.plan.grouped.call import GroupedLayer
 from jax_megamoe.plan.grouped.layer import plan_grouped
 
-ROOT = Path(__file__).parents[2]
 LAYER = GroupedLayer(
     arch=90,
     num_sms=132,
@@ -28,13 +26,7 @@ LAYER = GroupedLayer(
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
-    pytest.importorskip("cuda.bindings", reason="cuda-bindings: pip install '.[cuda13]'")
-    monkeypatch.setenv("OUT", str(tmp_path))
-    for folder in ("tests/gpu", "benchmarks/gpu"):
-        monkeypatch.syspath_prepend(str(ROOT / folder))
-    for name in ("checks", "grouped"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    return load_script(ROOT / "benchmarks/gpu/tile_forms.py")
+    return load_gpu_script(monkeypatch, tmp_path, "grouped", "tile_forms")
 
 
 def test_forms(script: ModuleType) -> None:
