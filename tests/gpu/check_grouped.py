@@ -61,8 +61,8 @@ def cases(quick: bool, weights: list[str]) -> list[GroupedLayer]:
                          num_logical=16, top_k=4))  # fmt: skip
     found.append(make("mxfp4", "mxfp8", 64, activation="situ", alpha=4.0, beta=25.0))
     # Large matrices of few rows: narrow tiles, and a wave that is cut (see `tiles.measured`).
-    large = dict(num_experts=64, num_logical=64, hidden_size=4096, intermediate_size=1024)
-    found += [make("mxfp4", "fp8_block", count, **large) for count in (1, 5)]
+    large = dict(num_experts=64, num_logical=64, hidden_size=4096, intermediate_size=2048)
+    found += [make("mxfp4", "fp8_block", count, **large) for count in (1, 7)]
     return [each for each in found if each.weights in weights]
 
 

@@ -4,8 +4,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from scripts import load_gpu_script
+from scripts import ROOT, load_gpu_script, load_script
 
+from jax_megamoe.plan.device import DeviceSpec
 from jax_megamoe.plan.grouped.call import GroupedLayer
 from jax_megamoe.plan.grouped.layer import plan_grouped
 
@@ -70,3 +71,20 @@ def test_programs_take_turns(script: ModuleType, monkeypatch: pytest.MonkeyPatch
     }
     # Once each, then in turns: 12 ms are 12 calls of the one and, four at a time, 4 of the other.
     assert order == ["one", "two", *(["one"] * 12 + ["two"] * 4) * script.TURNS]
+
+
+def test_every_form_is_checked_on_a_gpu(script: ModuleType) -> None:
+    """Among the cases of tests/gpu/check_grouped.py, as an H200 plans them."""
+    check = load_script(ROOT / "tests/gpu/check_grouped.py")
+    check.device_spec = lambda _: DeviceSpec(90, 132)
+    for quick in (True, False):
+        plain = [each for each in check.cases(quick, ["mxfp4"]) if each.activations == "fp8_block"]
+        forms = {
+            (each.tiles(w2).block[1], each.cuts)
+            for each in plain
+            for w2 in (False, True)
+            if each.hidden_size == 4096
+        }
+        assert forms == {(128, False), (256, True)}
+        rows = {each.sorters > 1 for each in check.cases(quick, ["mxfp4", "bf16"])}
+        assert rows == {True, False}

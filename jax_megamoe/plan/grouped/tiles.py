@@ -80,8 +80,9 @@ _LARGE = 1 << 22
 def measured(product: Product, chosen: Tiles, rows: int, num_sms: int) -> Tiles:
     """Chosen tiles in the form that was fastest on an H200.
 
-    Humming's own rule cuts the last wave along K wherever there are few. It stands for BF16 inputs,
-    whose tiles take a longer time. Of FP8 inputs most of what was measured is faster uncut
+    Humming's own rule cuts the last wave along K wherever there are few. It stands for BF16 inputs
+    on Hopper, whose tiles take a longer time; on other GPUs nothing was measured and nothing is
+    cut. Of FP8 inputs most of what was measured is faster uncut
     (benchmarks/results/grouped_h200.json, tile_forms_h200.json); of MXFP4 weights with them, tiles
     that leave half of the places empty are halved, and a wave is cut that is partly empty where
     sums are long. That it stays within 4 % of the fastest measured is tested.
