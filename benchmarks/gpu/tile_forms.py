@@ -30,6 +30,7 @@ from checks import OUT
 
 from jax_megamoe.plan.grouped.call import GroupedLayer
 from jax_megamoe.plan.grouped.product import Tiles
+from jax_megamoe.plan.grouped.tiles import narrow
 
 TOKENS = (1, 2, 4, 8)
 FORMS = ("wide", "cut", "narrow")
@@ -50,10 +51,7 @@ class Formed(GroupedLayer):
         if form == "cut":
             return replace(chosen, stream_k=True, ordered=True)
         if form == "narrow":
-            (height, columns, depth), (rows, warp, deep) = chosen.block, chosen.warp
-            return replace(
-                chosen, block=(height, columns // 2, depth), warp=(rows, warp // 2, deep)
-            )
+            return narrow(chosen)
         return chosen
 
 

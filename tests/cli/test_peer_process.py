@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import jax.numpy as jnp
 import pytest
 
 from jax_megamoe.cli.gpu import measure, peer_process, torch_peer
@@ -143,6 +143,7 @@ def test_models_travel() -> None:
 
 
 def test_turns_are_those_of_ours() -> None:
-    ids = np.array([[0, 255]])
-    got = [torch_peer.turned(ids, turn, 256).tolist() for turn in (0, 1, 15)]
+    found = torch_peer.turns(jnp.array([[0, 255]]), 256)
+    assert len(found) == 16
+    got = [found[turn].tolist() for turn in (0, 1, 15)]
     assert got == [[[0, 255]], [[16, 15]], [[240, 239]]]

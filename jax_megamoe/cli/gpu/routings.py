@@ -40,14 +40,10 @@ def routing(
     return ids, factors / factors.sum(-1, keepdims=True)
 
 
-def turned(ids: Array, turn: Array | int, num_experts: int) -> Array:
-    """The ids of a turn: every one further by that many strides."""
-    return (ids + turn * max(1, num_experts // ROUTINGS)) % num_experts
-
-
 def turns(ids: Array, num_experts: int) -> tuple[Array, ...]:
-    """The ids of every turn, each an array of its own."""
-    return tuple(turned(ids, turn, num_experts) for turn in range(ROUTINGS))
+    """The ids of every turn, each an array of its own: every id a stride further than before."""
+    stride = max(1, num_experts // ROUTINGS)
+    return tuple((ids + turn * stride) % num_experts for turn in range(ROUTINGS))
 
 
 def in_turn(layer: Callable[..., Array], *, unrolled: bool) -> Any:

@@ -20,7 +20,7 @@ import numpy as np
 
 from jax_megamoe.cli.gpu.machine import line_of
 from jax_megamoe.cli.gpu.models import Model
-from jax_megamoe.cli.gpu.routings import ROUTINGS, tokens, turned
+from jax_megamoe.cli.gpu.routings import ROUTINGS, tokens, turns
 
 MODULES = {
     "triton_kernels": "jax_megamoe.cli.gpu.torch_triton_kernels",
@@ -98,8 +98,8 @@ def drawn(model: Model, num_tokens: int) -> tuple[Any, list[Routing]]:
     x, ids, factors = tokens(model, num_tokens)
     there = torch.from_numpy(np.array(x, np.float32)).cuda().bfloat16()
     weights = torch.from_numpy(np.array(factors)).cuda()
-    turns = [np.array(turned(ids, turn, model.num_experts)) for turn in range(ROUTINGS)]
-    return there, [(torch.from_numpy(each).cuda(), weights) for each in turns]
+    each_turn = map(np.array, turns(ids, model.num_experts))
+    return there, [(torch.from_numpy(each).cuda(), weights) for each in each_turn]
 
 
 def timed(peer: Peer, layer: Layer, model: Model, num_tokens: int) -> float:

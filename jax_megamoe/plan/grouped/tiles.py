@@ -77,6 +77,12 @@ _LARGE = 1 << 22
 """Weights of an expert from which narrow tiles pay."""
 
 
+def narrow(tiles: Tiles) -> Tiles:
+    """Tiles of half the columns, by as many warps."""
+    (height, columns, depth), (rows, warp, deep) = tiles.block, tiles.warp
+    return replace(tiles, block=(height, columns // 2, depth), warp=(rows, warp // 2, deep))
+
+
 def measured(product: Product, chosen: Tiles, rows: int, num_sms: int) -> Tiles:
     """Chosen tiles in the form that was fastest on an H200.
 
@@ -100,8 +106,7 @@ def measured(product: Product, chosen: Tiles, rows: int, num_sms: int) -> Tiles:
     blocks = expected_blocks(sampled_rows(rows), product.num_experts, height)
     waves = blocks * (product.n // columns) / places
     if waves <= 0.5 and columns == 256 and product.n * product.k >= _LARGE:
-        (tall, warp, deep) = chosen.warp
-        return replace(uncut, block=(height, columns // 2, depth), warp=(tall, warp // 2, deep))
+        return narrow(uncut)
     is_long = product.k // depth >= 32
     if is_long and 2 < waves < 3 and waves / math.ceil(waves) < 0.9:
         return replace(uncut, stream_k=True, ordered=_ORDERED)
