@@ -425,8 +425,8 @@ __global__ void __launch_bounds__(kThreads)
   const auto row = static_cast<uint32_t>(place / kVectors);
   const uint32_t column = place % kVectors;
   if (row >= num_rows) return;
-  // Tokens are older than `group_tokens`, which does not start early. Its tables are waited for, also
-  // behind `place_rows`, which may have started early itself: its end comes after its own wait.
+  // Tokens are older than `group_tokens`, which does not start early. Its tables are waited for,
+  // also behind `place_rows`: that may start early itself, and its end comes after its own wait.
   const uint4 eight = x[static_cast<size_t>(row / top_k) * kVectors + column];
   wait_for_predecessor<kEarly>();
   if (row_experts[row] < 0) return;
