@@ -194,7 +194,8 @@ class SymmetricMemory:
             ours = PeerMemory(self._open_driver, key, num_bytes, groups, memory, temporary)
             ours.agree(team.share("describe its devices", ours.describe))
             created = team.share("allocate", ours.create)
-            team.share("map the others' memory", lambda: ours.map(created))
+            # Where this fails in one process, its memory goes; another may still be importing it.
+            team.share("map the others' memory", lambda: ours.map(created), keeps=True)
             registrations = ours.registrations()
             team.share("register", lambda: self._register(key, registrations, names))
             names.pop_all()

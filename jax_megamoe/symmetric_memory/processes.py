@@ -58,12 +58,14 @@ class Team:
             self._path = f"jax_megamoe/{topic}/{_meetings[topic]}"
             _meetings[topic] += 1
 
-    def share(self, step: str, work: Callable[[], Any]) -> dict[int, Any]:
+    def share(self, step: str, work: Callable[[], Any], *, keeps: bool = False) -> dict[int, Any]:
         """Does this process's part of a step, and waits for the others.
 
         Args:
             step: a name, once a team.
             work: returns something that JSON can carry (lists, not tuples).
+            keeps: the others' work needs what this process has; so if `work` raises here, that is
+                raised on only when the others are done too, or late.
 
         Returns:
             What `work` returned in each process, by process index.
@@ -79,6 +81,9 @@ class Team:
             answer = {"value": work()}
         except Exception as error:
             self._put(step, {"error": f"{type(error).__name__}: {error}"})
+            if keeps:
+                with contextlib.suppress(TimeoutError, jax.errors.JaxRuntimeError):
+                    self._collect(step)
             raise
         self._put(step, answer)
         answers = self._collect(step)

@@ -4,7 +4,8 @@ outcome of each case as JSON. Arguments: rank, port of the coordinator."""
 import ctypes
 import json
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from fake_cuda import FakeDevice, FakeDriver, FakeRegistry, open_descriptors
 from jax_megamoe import MoEConfig, symmetric_memory
 from jax_megamoe.launch import deep_gemm
 from jax_megamoe.symmetric_memory import SymmetricMemory, peer
+from jax_megamoe.symmetric_memory.cuda import HandleType
 
 KEY, NUM_BYTES = "ep/2", 5000
 RANK = int(sys.argv[1])
@@ -89,6 +91,25 @@ def other_host(driver: FakeDriver) -> dict[str, Any]:
         peer.place = place
 
 
+class LateDriver(FakeDriver):
+    """Rank 1 fails to import, while rank 0 has not begun to; it begins a moment later."""
+
+    def import_handle(self, shared: int | bytes, kind: HandleType) -> int:
+        if RANK:
+            symmetric_memory.meet("refused", GROUPS)
+        return super().import_handle(shared, kind)
+
+    def map(self, handle: int, num_bytes: int, ordinals: Sequence[int]) -> int:
+        if len(self.mappings) == RANK == 0:  # its own memory, the first that it maps
+            symmetric_memory.meet("refused", GROUPS)
+            time.sleep(0.3)
+        return super().map(handle, num_bytes, ordinals)
+
+
+def refused(*, fabric: bool) -> FakeDriver:
+    return LateDriver(fabric=fabric, refuse="import_handle" if RANK else "")
+
+
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "descriptor": lambda: exchange(FakeDriver()),
     "again": lambda: exchange(FakeDriver()),
@@ -102,7 +123,8 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     ),
     "configs": configs,
     "prepare": lambda: exchange(FakeDriver(), prepare=unprepared),
-    "refused": lambda: exchange(FakeDriver(refuse="import_handle" if RANK else "")),
+    "refused": lambda: exchange(refused(fabric=False)),
+    "refused_fabric": lambda: other_host(refused(fabric=True)),
     "late": late,
 }
 

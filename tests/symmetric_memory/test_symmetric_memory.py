@@ -457,6 +457,7 @@ NO_FABRIC = (
         ("no_fabric", [f"NotImplementedError: {NO_FABRIC}"] * 2),
         ("shortage", [SHORTAGE, f"got process 0 (groups[0][0]) raised {SHORTAGE}"]),
         ("refused", [f"got process 1 (groups[0][1]) raised {REFUSED}", REFUSED]),
+        ("refused_fabric", [f"got process 1 (groups[0][1]) raised {REFUSED}", REFUSED]),
     ],
 )
 def test_what_fails_in_one_process_fails_in_both(
