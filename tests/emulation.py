@@ -52,7 +52,9 @@ def named_cubin(spec: str) -> bytes:
 
 def kernel_of(launch: dict[str, Any]) -> KernelSpec:
     """What a recorded launch's kernel was compiled from."""
-    return _specs[launch["kernel"]]
+    name = launch["kernel"]
+    assert name in _specs, f"{name} was loaded before, by a test without `emulation`"
+    return _specs[name]
 
 
 def u64(text: str) -> int:
