@@ -8,8 +8,9 @@ One kernel at a time, each from nothing: every format, activation and precision 
 expert that the source's kernels have. The shape is DeepSeek-V3's over 8 ranks; 1 and 4096 tokens
 give the lowest and the highest tile. ``--model gpt-oss`` takes GPT-OSS-120B and 20B instead, their
 own activation, in the formats that hold their biases. ``--source humming`` compiles what
-``implementation="grouped"`` launches: Qwen3-30B on one GPU of each generation; with it ``--model
-bf16`` the same of BF16 weights, whose products are sgl's.
+``implementation="grouped"`` launches: Qwen3-30B on one GPU of each generation, and on Hopper one
+and two tokens of GPT-OSS; with it ``--model bf16`` Qwen3-30B of BF16 weights, whose products are
+sgl's.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from jax_megamoe.compile import BuildError, build, find_source
 from jax_megamoe.compile.builder import cache_key
@@ -123,6 +125,24 @@ SLOT_TOKENS = {90: (1, 256, 512, 4096), 100: (1, 512, 1024, 1536, 2048, 2304, 40
 """Of the grouped products of BF16 weights: a number for each height of their tiles."""
 
 
+GROUPED_QWEN3 = dict(
+    num_experts=128, num_logical=128, top_k=8, hidden_size=2048, intermediate_size=768
+)
+GROUPED_GPT_OSS = dict(
+    GROUPED_QWEN3, top_k=4, hidden_size=2944, intermediate_size=2944, biases=True
+)
+"""Of GPT-OSS with biases, whose first matrix has more than 4,096 rows."""
+
+
+def grouped_calls(arch: int, bf16: bool) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Tokens and sizes of the layers that are compiled: few tokens have tiles of their own on
+    Hopper, which depend on a matrix's rows too."""
+    for num_tokens in SLOT_TOKENS[arch] if bf16 else TOKENS:
+        yield num_tokens, GROUPED_QWEN3
+    if arch == 90 and not bf16:
+        yield from product((1, 2), (GROUPED_QWEN3, GROUPED_GPT_OSS))
+
+
 def grouped_launches(bf16: bool) -> Iterator[Planned]:
     """What the grouped implementation launches in each recipe with BF16 weights, or without, on
     each generation."""
@@ -130,16 +150,16 @@ def grouped_launches(bf16: bool) -> Iterator[Planned]:
         weights, activations = recipe.weights.name, recipe.activations.name
         if refusal(weights, activations, arch) or bf16 != (weights == "bf16"):
             continue
-        counts = SLOT_TOKENS[arch] if bf16 else TOKENS
+        calls = grouped_calls(arch, bf16)
         scaled = {"mxfp4_block": ("tensor", "channel"), "nvfp4": ("tensor",)}
-        for scale, num_tokens in product(scaled.get(recipe.name, ("none",)), counts):
+        for scale, (num_tokens, sizes) in product(scaled.get(recipe.name, ("none",)), calls):
             layer = GroupedLayer(
                 arch=arch, num_sms=num_sms, num_tokens=num_tokens, weights=weights,
-                activations=activations, second_scales=(scale, scale), num_experts=128,
-                num_logical=128, top_k=8, hidden_size=2048, intermediate_size=768,
+                activations=activations, second_scales=(scale, scale), **sizes,
             )  # fmt: skip
             plan = plan_grouped(layer)
             case = recipe.name + (", scales of rows" if scale == "channel" else "")
+            case += ", biases" if layer.biases else ""
             for step in plan.launches:
                 has_tiles = step.kernel.source != "jax_megamoe"
                 yield Planned(case, plan.block_m if has_tiles else 0, step)

@@ -130,7 +130,9 @@ def page(timings: Sequence[Timing], ceilings: Ceilings) -> str:
             f"Cells with {ONE_RUN} are of benchmarks/gpu/league_cells.py: all columns of a file on "
             "one GPU within minutes, each program 16 layers with another routing each, peers that "
             "need torch in a CUDA graph of as many, `xla` and `ragged_dot` in a loop. "
-            "`mxfp4_bf16` and what XLA compiles are files of their own, of the same day.",
+            "`mxfp4_bf16` and what XLA compiles are files of their own, of the same day. "
+            "`grouped` of `mxfp4_bf16` was timed with wide tiles at one token, where it plans "
+            "Humming's own smaller ones since 2026-12-01: those were not timed.",
             "",
         ]
     lost: list[str] = []

@@ -12,15 +12,20 @@ and else why it is refused.
 
 import functools
 import json
+import re
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import humming_records
 from golden_launches import LAUNCHES, read
 from golden_replay import config_of
 
 import jax_megamoe as mm
 from jax_megamoe.plan import check_sizes, families
+from jax_megamoe.plan.grouped.product import KNOWN_ARCHS
+from jax_megamoe.plan.grouped.rules import ROWS, refusal
 from jax_megamoe.runtime.devices import KNOWN_DEVICES
 
 ROOT = Path(__file__).parents[1]
@@ -47,6 +52,9 @@ RUN_ON_H200 = {
 
 XLA_ON_H200 = set(mm.WEIGHT_FORMATS)
 """Recipes that `xla` was run with on an H200: the default one of every weight format."""
+
+GROUPED_CHECKS = ("grouped_h200_checks.json", "grouped_bf16_h200_checks.json")
+"""The results in which layers of `grouped` were compared on an H200, by the names of recipes."""
 
 STORED = {"uint8": "E2M1", "float8_e4m3fn": "E4M3", "bfloat16": "bfloat16"}
 SCALED = {
@@ -204,9 +212,9 @@ def page(statuses: dict[Cell, dict[str, str]]) -> str:
 def summary(statuses: dict[Cell, dict[str, str]]) -> str:
     """README's table: a row a format."""
     lines = [
-        "| format | weights | `xla` | `deep_gemm` on Hopper (SM90) | on Blackwell (SM100), sgl's "
-        "kernels | on Blackwell, vllm's kernels |",
-        "|---|---|---|---|---|---|",
+        "| format | weights | `xla` | `grouped` | `deep_gemm` on Hopper (SM90) | on Blackwell "
+        "(SM100), sgl's kernels | on Blackwell, vllm's kernels |",
+        "|---|---|---|---|---|---|---|",
     ]
     for form in mm.RECIPES.values():
         own = {cell: by_source for cell, by_source in statuses.items() if cell.form == form.name}
@@ -217,8 +225,52 @@ def summary(statuses: dict[Cell, dict[str, str]]) -> str:
         else:
             columns = ["no kernel", *(_summary(own, each) for each in ("sgl", "vllm"))]
         weights = STORED[form.weights.weight.storage] + SCALED[form.weights.weight.scale]
-        lines.append(f"| `{form.name}` | {weights} | {portable} | {' | '.join(columns)} |")
+        shown = [weights, portable, _grouped(form), *columns]
+        lines.append(f"| `{form.name}` | {' | '.join(shown)} |")
     return "\n".join(lines)
+
+
+def _grouped(recipe: mm.Recipe) -> str:
+    """What `grouped` runs of a recipe: on which GPUs, and what shows it."""
+    pair = recipe.weights.name, recipe.activations.name
+    archs = [arch for arch in KNOWN_ARCHS if not refusal(*pair, arch)]
+    if not archs:
+        return "no kernel"
+    said = ["run on H200"] if " x ".join(pair) in grouped_on_h200() else []
+    records = [
+        record
+        for (cell, source), calls in emulated().items()
+        for record in calls
+        if (cell.form, source) == (recipe.name, "humming")
+    ]
+    executed = {int(found[1]) for r in records if (found := re.search(r"arch=(\d+)", r["cell"]))}
+    if executed:
+        error = f"error up to {_largest_error(records):.0e}"
+        said.append(f"{EXECUTED} for {_capabilities(executed)} ({error})")
+    recorded = {
+        plan["sm"]
+        for plan in humming_records.read()[0]
+        if (plan["format"], plan["activation"]) == (pair[0], ROWS[pair[1]][1])
+    }
+    others = set(archs) - executed
+    for word, found in (("launch checked", others & recorded), ("not run", others - recorded)):
+        said += [f"{word} for {_capabilities(found)}"] if found else []
+    return "<br>".join(said)
+
+
+def _capabilities(archs: Iterable[int]) -> str:
+    return ", ".join(f"{arch // 10}.{arch % 10}" for arch in sorted(archs))
+
+
+@functools.cache
+def grouped_on_h200() -> frozenset[str]:
+    """Weights x activations of which every number of tokens agreed on the GPU."""
+    agreed: dict[str, bool] = {}
+    for name in GROUPED_CHECKS:
+        for check in json.loads((EMULATED.parent / name).read_text())["checks"]:
+            if found := re.fullmatch(r"(\w+ x \w+), \d+ tokens", check["what"]):
+                agreed[found[1]] = agreed.get(found[1], True) and check["passed"]
+    return frozenset(pair for pair, passed in agreed.items() if passed)
 
 
 def _summary(statuses: dict[Cell, dict[str, str]], source: str) -> str:

@@ -111,6 +111,7 @@ GROUPED_ARCHS = {
     "nvfp4": (80, 90, 120),
     "fp8_block": (89, 90, 120),
     "mxfp4_block": (90,),
+    "mxfp4_bf16": (80, 90, 120),
     "bf16": (90, 100),
 }
 """Of the grouped products' recipes: generations whose tensor-core instructions differ."""
@@ -143,6 +144,7 @@ def grouped() -> Iterator[Cell]:
     yield Cell("bf16", GROUPED, arch=90, tokens=64, experts=4, intermediate=384, num_sms=8)
     yield from blackwell_slots()
     yield from forms_of_tiles()
+    yield from few_rows()
     yield Cell("mxfp4", GROUPED, arch=90, ranks=2, tokens=9, top_k=3, idle_ranks=(1,))
     yield Cell("mxfp4", GROUPED, arch=90, experts=4, hidden=7168, intermediate=2048, tokens=8)
 
@@ -152,6 +154,18 @@ def forms_of_tiles() -> Iterator[Cell]:
     cell = functools.partial(Cell, "mxfp4_block", GROUPED, arch=90)
     yield cell(tokens=1, experts=4, hidden=2048, intermediate=1024, num_sms=16)
     yield cell(tokens=8, experts=16, hidden=4096)
+
+
+def few_rows() -> Iterator[Cell]:
+    """Calls on Hopper whose products of BF16 inputs have few tiles: deep ones that are cut along K,
+    then uncut ones of which two and three run on a multiprocessor."""
+    for form in ("mxfp4", "mxfp8"):
+        cell = functools.partial(Cell, form, GROUPED, arch=90, top_k=4)
+        yield cell(tokens=1, num_sms=32, delay=0.7)
+        yield cell(tokens=1, intermediate=2304, num_sms=96, biases=True, activation="gpt_oss")
+        yield cell(tokens=1, intermediate=2304, num_sms=48)
+        yield cell(tokens=4, num_sms=64, delay=0.7, seed=3)
+        yield cell(tokens=1, num_sms=8)
 
 
 def blackwell_slots() -> Iterator[Cell]:

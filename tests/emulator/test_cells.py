@@ -103,22 +103,43 @@ def test_grouped_products(stand_in, cell):
     cells.check(cell, stand_in)
 
 
-def test_forms_of_tiles_on_hopper(stand_in, monkeypatch):
-    """Narrow tiles of a product of few rows, and a wave that is cut along K."""
-    needs("humming")
-    planned: list[tuple[int, bool]] = []
+@pytest.fixture
+def forms(monkeypatch) -> list[tuple[tuple[int, ...], int, bool]]:
+    """Block, blocks a multiprocessor and whether a wave is cut, of the tiles that are planned."""
+    planned: list[tuple[tuple[int, ...], int, bool]] = []
     choose = tiles.measured
 
     def measured(*arguments):
         found = choose(*arguments)
-        planned.append((found.block[1], found.stream_k))
+        planned.append((found.block, found.ctas, found.stream_k))
         return found
 
     monkeypatch.setattr(tiles, "measured", measured)
-    for cell, form in zip(grid.forms_of_tiles(), ((128, False), (256, True)), strict=True):
-        planned.clear()
+    return planned
+
+
+def test_forms_of_tiles_on_hopper(stand_in, forms):
+    """Narrow tiles of a product of few rows, and a wave that is cut along K."""
+    needs("humming")
+    wanted = ((8, 128, 128), 2, False), ((8, 256, 128), 2, True)
+    for cell, form in zip(grid.forms_of_tiles(), wanted, strict=True):
+        forms.clear()
         cells.check(cell, stand_in)
-        assert form in planned
+        assert form in forms
+
+
+def test_few_rows_of_bf16_on_hopper(stand_in, forms):
+    """Deep tiles that are cut along K, and tiles of which three run on a multiprocessor."""
+    needs("humming")
+    deep, wide, split = (
+        ((8, 128, 256), 1, True),
+        ((8, 256, 128), 1, True),
+        ((8, 128, 128), 3, False),
+    )
+    for cell, wanted in zip(grid.few_rows(), ({deep}, {wide, deep}, {split, deep}), strict=False):
+        forms.clear()
+        cells.check(cell, stand_in)
+        assert set(forms) == wanted
 
 
 @pytest.mark.parametrize(

@@ -68,3 +68,14 @@ def test_kinds_of_activations() -> None:
     assert cells_table.kind_of(mm.Activation("swiglu", alpha=1.702, beta=1.0)) == "GPT-OSS's swiglu"
     clamped = mm.Activation("swiglu", clamp=1.0, alpha=2.0)
     assert cells_table.kind_of(clamped) == "swiglu of any alpha and beta"
+
+
+def test_grouped_on_gpus(statuses: dict[Cell, dict[str, str]]) -> None:
+    """What README says of the grouped products, by the words of its other columns."""
+    rows = [line.split(" | ") for line in cells_table.summary(statuses).splitlines()[2:]]
+    said = {row[0].strip("|` "): row[3] for row in rows}
+    assert said["nvfp4_block"] == "no kernel"
+    assert all(each.startswith("run on H200<br>") for n, each in said.items() if n != "nvfp4_block")
+    assert "<br>executed by the emulator for 9.0, 10.0 (error up to " in said["bf16"]
+    assert said["fp8_block"].endswith(")<br>launch checked for 10.0")
+    assert "mxfp4 x fp8_block" in cells_table.grouped_on_h200()

@@ -1,6 +1,6 @@
 """Which tiles a grouped product is cut into: a closed form on Hopper, tables elsewhere.
 
-The closed form agrees with humming-kernels' own choice in 86 to 94 % of what was recorded of it
+The closed form agrees with humming-kernels' own choice in 85 to 94 % of what was recorded of it
 for an H200 (its tests count); a wrong choice costs time and not the result. On other GPUs the
 tables hold the commonest recorded choice.
 """
@@ -125,7 +125,7 @@ def _hopper(product: Product, rows: int, num_sms: int) -> tuple[Tiles, float]:
     height = min(heights, key=lambda m: expected_blocks(rows, experts, m) * (m + 32))
     blocks = expected_blocks(rows, experts, height)
     if product.input.element is BF16:
-        tiles = _hopper_bf16(product, height, blocks, wide, num_sms)
+        tiles = _hopper_bf16(product, height, rows, blocks, wide, num_sms)
     else:
         tiles = _hopper_fp8(product, height, wide, rows >= experts * height)
     return tiles, blocks
@@ -162,7 +162,9 @@ def _hopper_fp8(product: Product, height: int, wide: bool, many: bool) -> Tiles:
     )
 
 
-def _hopper_bf16(product: Product, height: int, blocks: float, wide: bool, num_sms: int) -> Tiles:
+def _hopper_bf16(
+    product: Product, height: int, rows: int, blocks: float, wide: bool, num_sms: int
+) -> Tiles:
     if wide:
         halves = product.n % 512 == 0 and height <= 64 and blocks * (product.n // 512) >= num_sms
         return Tiles(
@@ -178,8 +180,56 @@ def _hopper_bf16(product: Product, height: int, blocks: float, wide: bool, num_s
         )
     if height == 8 and product.k >= 4096 and product.k % 128 == 0:
         return Tiles(wgmma=False, block=(8, 128, 64), warp=(8, 64, 32), stages=4, ctas=4)
-    depth = 128 if product.weight.element is E2M1 else 64
-    return Tiles(wgmma=True, block=(height, 256, depth), warp=(height, 64, 64), stages=4, ctas=2)
+    return _hopper_sparse_bf16(product, height, rows, blocks, num_sms)
+
+
+_THREADS = 256
+"""Most of a block of which a multiprocessor runs several, in Humming's rule for BF16 inputs."""
+_WIDE_ROWS = 16
+"""Rows of all experts from which that rule takes the widest warps."""
+
+
+def _hopper_sparse_bf16(
+    product: Product, height: int, rows: int, blocks: float, num_sms: int
+) -> Tiles:
+    """BF16 inputs in few rows, where warps load for themselves.
+
+    Wide tiles; half as deep if then a multiprocessor runs several at once and there are enough of
+    them; of 4-bit weights also half as wide, where more run at once and no wave is added. That is
+    Humming's own rule (`select_moe_a16` of its humming/tune/sm90_policies.py).
+    """
+    is_4_bit = product.weight.element is E2M1
+
+    def tiles(columns: int, depth: int, warp: int) -> Tiles:
+        """With as many blocks a multiprocessor as fit, and as there are tiles for."""
+        deep = min(depth, 64 if is_4_bit or columns < 256 or warp == 64 else 32)
+        one = Tiles(wgmma=True, block=(height, columns, depth), warp=(height, warp, deep), stages=4)
+        most = 1 if one.threads > _THREADS else 3 if is_4_bit and height == 8 else 2
+        most = min(most, (SHARED_MEMORY[90] + 1024) // (shared_memory(product, one) + 1024))
+        count = blocks * product.n / columns
+        return replace(one, ctas=max(1, min(most, math.ceil(count / num_sms))))
+
+    def waves(some: Tiles) -> int:
+        return math.ceil(blocks * product.n / some.block[1] / num_sms / some.ctas)
+
+    if rows >= _WIDE_ROWS:
+        sizes = 256, 128, 64
+    elif product.n <= 4096:
+        sizes = 128, 256, 32
+    else:
+        sizes = 256, 128 if is_4_bit else 64, 32
+    columns, depth, warp = sizes
+    while product.k % depth:
+        depth //= 2
+    chosen = tiles(columns, depth, warp)
+    half = tiles(columns, depth // 2, warp)
+    if chosen.ctas == 1 and half.ctas > 1:
+        chosen = half
+    if is_4_bit and chosen.block[1:] == (256, 64):
+        split = tiles(128, 128, warp)
+        if split.ctas > chosen.ctas and waves(split) <= waves(chosen):
+            chosen = split
+    return chosen
 
 
 def _elsewhere(product: Product, rows: int, num_sms: int) -> tuple[Tiles, float]:
@@ -226,14 +276,10 @@ def _fitted(product: Product, tiles: Tiles, blocks: float, num_sms: int, room: i
     else:
         raise AssertionError(f"no tiles for {product}")
     waves = blocks * (product.n // smaller.block[1]) / (num_sms * smaller.ctas)
-    few = waves < 16 and not (_sparse_bf16(product, smaller))
+    # Of warps that load for themselves a wave is cut where it is less than one block each.
+    is_sparse = product.arch == 90 and smaller.wgmma and not smaller.warp_spec
+    few = waves * smaller.ctas < 1 if is_sparse else waves < 16
     return replace(smaller, stream_k=few, ordered=few and _ORDERED)
-
-
-def _sparse_bf16(product: Product, tiles: Tiles) -> bool:
-    """Tiles on Hopper that were faster with an uncut wave, whatever the waves."""
-    hopper = product.arch == 90 and tiles.wgmma and not tiles.warp_spec
-    return hopper and product.input.element is BF16 and tiles.block[1] == 256
 
 
 def _smaller(product: Product, tiles: Tiles) -> Iterator[Tiles]:
