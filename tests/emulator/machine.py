@@ -62,6 +62,20 @@ class Launch:
     kernel: str | None = None
 
 
+@dataclass(frozen=True)
+class After:
+    """A launch among those of one stream, for the check of their overlap (docs/emulator.md).
+
+    Attributes:
+        name: for messages.
+        early: it has the attribute of programmatic stream serialization, so that it may start
+            before the launch ahead of it has ended.
+    """
+
+    name: str
+    early: bool = False
+
+
 class Machine:
     """One address space, whose memory are arrays of this process.
 
@@ -139,8 +153,12 @@ class Machine:
             self._kernels[key] = (kernel, number)
         return self._kernels[key]
 
-    def launch(self, launches: Sequence[Launch]) -> None:
+    def launch(self, launches: Sequence[Launch], after: After | None = None) -> None:
         """Runs grids together, all to their end.
+
+        Args:
+            after: how they follow the launches before, for a check of their overlap: all launches
+                of a machine have it, or none.
 
         Raises:
             EmulatorError: a kernel did something wrong; PtxError: unknown PTX.
@@ -168,7 +186,10 @@ class Machine:
                 three(*launch.block), three(*launch.cluster), launch.shared_bytes, launch.rank,
             )  # fmt: skip
             kernels.append(kernel)
-        if self._lib.emulator_run(self._pointer):
+        refused = after and self._lib.emulator_overlap(
+            self._pointer, after.name.encode(), int(after.early)
+        )
+        if refused or self._lib.emulator_run(self._pointer):
             error = self._lib.emulator_error(self._pointer).decode(errors="replace")
             raise EmulatorError(with_sources(error, kernels[0]))
 

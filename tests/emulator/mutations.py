@@ -3,7 +3,8 @@
 A mutation changes one thing of a captured call: an argument, a tensor map, a launch's shape, an
 operand's bytes. It is noticed if the emulator says an error, or the output is far from the right
 one. `MUTATIONS` are of an MXFP8 call of sgl's kernel, `SORTED` of a call of the grouped products of
-BF16 weights whose rows two blocks sort.
+BF16 weights whose rows two blocks sort. `OVERLAPS` are of such calls by form: kernels that start
+early and do not wait, whose output is right here, and what the emulator says of each.
 """
 
 import dataclasses
@@ -227,6 +228,61 @@ SORTED: dict[str, Mutation] = {
     "experts of the next row": _placed(row_experts=_moved(4)),
     "counts of one block written": _arguments(0, num_sorters=_fewer),
 }
+
+
+def _by_symbol(symbol: str, change: Callable[[KernelLaunch], KernelLaunch]) -> Mutation:
+    """Changes the first launch of a kernel."""
+
+    def mutate(captured: Captured) -> Captured:
+        steps: list[Any] = list(captured.plan.steps)
+        at = [launch.kernel.symbol for launch in captured.plan.launches].index(symbol)
+        steps[at] = change(steps[at])
+        return dataclasses.replace(captured, plan=_with_steps(captured.plan, steps))
+
+    return mutate
+
+
+def _without_wait(launch: KernelLaunch) -> KernelLaunch:
+    """Compiled with kEarly false, launched to start early all the same."""
+    assert launch.config.programmatic_serialization
+    *others, early = launch.kernel.template_args
+    assert early == "true"
+    kernel = dataclasses.replace(launch.kernel, template_args=(*others, "false"))
+    return dataclasses.replace(launch, kernel=kernel)
+
+
+def _starts_early(launch: KernelLaunch) -> KernelLaunch:
+    config = dataclasses.replace(launch.config, programmatic_serialization=True)
+    return dataclasses.replace(launch, config=config)
+
+
+_BEFORE = "before griddepcontrol.wait: {}, which wrote it, may still run"
+
+OVERLAPS: dict[str, tuple[str, Mutation, str]] = {
+    f"{symbol} does not wait": (
+        "bf16",
+        _by_symbol(symbol, _without_wait),
+        f"{symbol} reads rank 0 {array} " + _BEFORE.format(writer),
+    )
+    for symbol, array, writer in (
+        ("place_rows", "row_experts", "group_tokens"),
+        ("gather_rows", "row_experts", "group_tokens"),
+        ("activate_rows", "h", "sm90_bf16_gemm_impl"),
+        ("combine_rows", "outputs", "sm90_bf16_gemm_impl"),
+    )
+} | {
+    "the first product starts early and reads tables": (
+        "mxfp4",
+        _by_symbol("humming", _starts_early),
+        "humming reads rank 0 num_slots " + _BEFORE.format("place_rows"),
+    ),
+    "the call starts early": (
+        "mxfp4",
+        _by_symbol("group_tokens", _starts_early),
+        "group_tokens is the first launch and may not start early",
+    ),
+}
+"""By name: form, fault, and what is said of it, offsets left out."""
 
 
 def run(captured: Captured) -> np.ndarray:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from emulator.machine import EmulatorError, Launch, Machine, aligned, encode_tensor_map
+from emulator.machine import After, EmulatorError, Launch, Machine, aligned, encode_tensor_map
 from emulator.toolchain import ptx_of
 from jax_megamoe.plan.launch import (
     Bool,
@@ -195,6 +195,8 @@ def run(
         for i, each in enumerate(zip(plans, operands, results, buffers.arrays, strict=True))
     ]
     done = Run([], machine, buffers)
+    overlaps = any(launch.config.programmatic_serialization for launch in plans[0].launches)
+    filled = False
     for steps in zip(*(plan.steps for plan in plans), strict=True):
         launches = []
         for rank, step in zip(ranks, steps, strict=True):
@@ -204,7 +206,11 @@ def run(
                 launches.append(rank.launch(step, bases, ptx_of(step.kernel)))
         if launches:
             before = machine.count("executed")
-            machine.launch(launches)
-            done.executed[steps[0].kernel.symbol] = machine.count("executed") - before
+            kernel, early = steps[0].kernel, steps[0].config.programmatic_serialization
+            # A fill is no kernel: it starts when all before it has ended, and all behind it after.
+            after = After(kernel.symbol, early and not filled) if overlaps else None
+            machine.launch(launches, after)
+            done.executed[kernel.symbol] = machine.count("executed") - before
+        filled = not launches
     done.results = [rank.collect(machine) for rank in ranks]
     return done

@@ -11,7 +11,8 @@ import jax_megamoe as mm
 from emulator import mutations
 from emulator.cells import GROUPED, Cell, in_its_layout
 from emulator.fixtures import needs
-from emulator.mutations import MUTATIONS, ONE_WEIGHT, SORTED
+from emulator.machine import EmulatorError
+from emulator.mutations import MUTATIONS, ONE_WEIGHT, OVERLAPS, SORTED
 from emulator.standing_in import Captured, standing_in
 
 BY_THE_EMULATOR = {  # what it says, where the output might have been right by luck
@@ -37,10 +38,10 @@ def captured(form: str) -> Captured:
 
 
 @functools.cache
-def sorted_by_two_blocks() -> Captured:
+def sorted_by_two_blocks(form: str = "bf16") -> Captured:
     """1,536 rows: a block sorts 1,024."""
-    needs("sgl")
-    cell = Cell("bf16", GROUPED, arch=90, tokens=192, top_k=8)
+    needs("sgl" if form == "bf16" else GROUPED)
+    cell = Cell(form, GROUPED, arch=90, tokens=192, top_k=8)
     config = cell.config()
     weights = in_its_layout(cell, cases.weights(config))
     arguments = (*cases.tokens(config, cell.tokens), weights)
@@ -79,6 +80,14 @@ def right_rows():
 def test_fault_in_sorting_by_two_blocks_is_noticed(right_rows, name):
     seen = mutations.noticed(sorted_by_two_blocks(), SORTED[name], right_rows)
     assert seen, f"{name} passes unseen"
+
+
+@pytest.mark.parametrize("name", OVERLAPS)
+def test_launch_that_does_not_wait_is_noticed(name):
+    form, mutation, message = OVERLAPS[name]
+    with pytest.raises(EmulatorError) as caught:
+        mutations.run(mutation(sorted_by_two_blocks(form)))
+    assert re.sub(r"\+\d+", "", str(caught.value)).removeprefix("overlap: ").startswith(message)
 
 
 def test_unchanged_call_is_right():

@@ -17,6 +17,11 @@ enum class Rows { kBf16, kMxfp8, kNvfp4, kFp8Block };
 enum class Gated { kSwiglu, kSitu };
 
 // Waits for the kernel before where this launch may start early; its results are there then.
+//
+// Pointers to these results are not __restrict__: a const one is read by ld.global.nc, which takes
+// memory to be constant from a kernel's start on, so that the compiler may move it ahead of the
+// wait, and no wait orders it (PTX ISA, memory consistency model). What nobody writes after the
+// start may be read so. The emulator refuses such a load of results (docs/emulator.md).
 template <bool kEarly>
 __device__ __forceinline__ void wait_for_predecessor() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -370,7 +375,7 @@ __global__ void __launch_bounds__(kThreads)
 // of `group_tokens`.
 template <uint32_t kThreads, uint32_t kExperts, uint32_t kBlockRows, bool kEarly>
 __global__ void __launch_bounds__(kThreads)
-    place_rows(const int32_t* __restrict__ row_experts, const uint32_t* __restrict__ row_counts,
+    place_rows(const int32_t* row_experts, const uint32_t* row_counts,
                uint32_t* __restrict__ sorted_ids, uint32_t* __restrict__ expert_ids,
                uint32_t* __restrict__ num_slots, uint32_t* __restrict__ row_slots,
                int32_t* __restrict__ expert_ends, int32_t* __restrict__ stats, uint32_t num_rows,
@@ -416,9 +421,8 @@ __global__ void __launch_bounds__(kThreads)
 // rows [slots, kHidden]. Slots without a row are left alone.
 template <uint32_t kHidden, uint32_t kThreads, bool kEarly>
 __global__ void __launch_bounds__(kThreads)
-    gather_rows(const uint4* __restrict__ x, const int32_t* __restrict__ row_experts,
-                const uint32_t* __restrict__ row_slots, uint4* __restrict__ rows, uint32_t num_rows,
-                uint32_t top_k) {
+    gather_rows(const uint4* __restrict__ x, const int32_t* row_experts, const uint32_t* row_slots,
+                uint4* __restrict__ rows, uint32_t num_rows, uint32_t top_k) {
   constexpr uint32_t kVectors = kHidden / 8;
   let_successor_start<kEarly>();
   const size_t place = static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -500,7 +504,7 @@ __device__ __forceinline__ void store_rows(const float (&values)[8], float input
 template <uint32_t kInter, uint32_t kThreads, Rows kRows, Gated kGated, bool kTurns, bool kRounds,
           bool kWeighs, bool kFast, bool kEarly>
 __global__ void __launch_bounds__(kThreads)
-    activate_rows(const uint4* __restrict__ h, const int32_t* __restrict__ row_experts,
+    activate_rows(const uint4* h, const int32_t* __restrict__ row_experts,
                   const uint32_t* __restrict__ row_slots, const float* __restrict__ topk_weights,
                   const float* __restrict__ token_scales, const float4* __restrict__ bias,
                   const float* __restrict__ input_scale, void* __restrict__ rows,
@@ -581,7 +585,7 @@ __global__ void __launch_bounds__(kThreads)
 // experts becomes 0.
 template <uint32_t kHidden, uint32_t kThreads, uint32_t kTopK, bool kWeighs, bool kEarly>
 __global__ void __launch_bounds__(kThreads)
-    combine_rows(const uint4* __restrict__ outputs, const int32_t* __restrict__ row_experts,
+    combine_rows(const uint4* outputs, const int32_t* __restrict__ row_experts,
                  const uint32_t* __restrict__ row_slots, const float* __restrict__ topk_weights,
                  const float4* __restrict__ bias, uint4* __restrict__ y, uint32_t num_tokens) {
   constexpr uint32_t kVectors = kHidden / 8;

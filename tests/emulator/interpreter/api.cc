@@ -116,12 +116,26 @@ void emulator_grid(Machine* machine, int kernel, uint64_t parameters, const uint
 }
 void emulator_clear(Machine* machine) { machine->ClearGrids(); }
 
+// Holds the next run against those before it, as launches of one stream; `early`: it may start
+// before they have ended. 0, or 1 with emulator_error.
+int emulator_overlap(Machine* machine, const char* name, int early) {
+  try {
+    machine->overlap.Begin(name, early);
+    machine->memory.KeepTouched(!early);
+    return 0;
+  } catch (const std::exception& error) {
+    machine->error = error.what();
+    return 1;
+  }
+}
+
 // Runs the grids added, together; 0, or 1 with emulator_error.
 int emulator_run(Machine* machine) {
   machine->error.clear();
   ++machine->counts.launches;
   try {
     machine->Run();
+    machine->overlap.End(machine->grids);
     return 0;
   } catch (const std::exception& error) {
     machine->error = error.what() + machine->Where();

@@ -103,7 +103,8 @@ void LoadTensor(Machine& machine, const AsyncWork& work) {
     std::memcpy(&cta.shared_valid[chunk.shared], valid, width);
     if (work.map.Padded()) std::memset(&cta.shared_valid[chunk.shared + 8], 0, 8);
   });
-  machine.UpdateMbarrier(*work.cta, work.barrier, false, -int64_t{work.map.TransactionBytes()}, 0);
+  machine.UpdateMbarrier(*work.cta, work.barrier, false, -int64_t{work.map.TransactionBytes()}, 0,
+                         work.waited);
 }
 
 // A store reads its source in one step and writes in another: between them `wait_group.read` holds.
@@ -182,7 +183,7 @@ void Deliver(Machine& machine, const AsyncWork& work, const uint8_t* bytes, cons
       std::memset(flags, 1, work.size);
     }
   }
-  machine.UpdateMbarrier(*work.cta, work.barrier, false, -int64_t{work.size}, 0);
+  machine.UpdateMbarrier(*work.cta, work.barrier, false, -int64_t{work.size}, 0, work.waited);
 }
 
 void Copy(Machine& machine, AsyncWork& work) {
@@ -200,11 +201,39 @@ void Copy(Machine& machine, AsyncWork& work) {
 
 }  // namespace
 
+void NoteOverlap(Machine& machine, const AsyncWork& work) {
+  const auto note = [&](uint64_t address, uint64_t size, bool write) {
+    Region& region = machine.memory.Find(address, size, write);
+    if (region.touched) machine.overlap.Note(region, address, size, write, {work.waited});
+  };
+  switch (work.kind) {
+    case AsyncWork::Kind::kTensorLoad:
+    case AsyncWork::Kind::kTensorStore:
+      if (!machine.memory.Find(work.map.base, 1, false).touched) return;
+      ForEachChunk(work, [&](const Chunk& chunk) {
+        const bool write = work.kind == AsyncWork::Kind::kTensorStore;
+        if (chunk.bytes) note(chunk.global, chunk.bytes, write);
+      });
+      break;
+    case AsyncWork::Kind::kBulkLoad:
+      note(work.global, work.size, false);
+      break;
+    case AsyncWork::Kind::kBulkStore:
+      note(work.global, work.size, true);
+      break;
+    case AsyncWork::Kind::kCopy:
+      if (work.source_size) note(work.global, work.source_size, false);
+      break;
+    default:
+      break;
+  }
+}
+
 bool Advance(Machine& machine, AsyncWork& work) {
   if (work.kind == AsyncWork::Kind::kArrive) {
     const bool done = std::all_of(work.after.begin(), work.after.end(),
                                   [](const auto& group) { return group->unwritten == 0; });
-    if (done) machine.UpdateMbarrier(*work.cta, work.barrier, true, 0, 1);
+    if (done) machine.UpdateMbarrier(*work.cta, work.barrier, true, 0, 1, work.waited);
     return done;
   }
   ++machine.progress;

@@ -27,6 +27,7 @@ struct AsyncWork {
   Kind kind{};
   Cta* cta = nullptr;  // the issuing one
   int line = 0;
+  bool waited = false;  // the issuing thread is behind a griddepcontrol.wait
   uint32_t shared = 0, barrier = 0;
   uint32_t shared_source = 0;
   uint64_t global = 0;
@@ -43,6 +44,8 @@ struct AsyncWork {
   std::vector<uint8_t> bytes, valid;
 };
 
+// Holds the global bytes that work will touch against launches that may still run.
+void NoteOverlap(Machine& machine, const AsyncWork& work);
 // Does a step of the work; false if another is left (stores read and write in two steps).
 bool Advance(Machine& machine, AsyncWork& work);
 

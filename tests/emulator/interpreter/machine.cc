@@ -61,8 +61,9 @@ void Machine::NoteUninitialised(const char* what, const std::string& where) {
   if (settings.strict) Fail("read of %s memory that was never written: %s", what, where.c_str());
 }
 
-uint8_t* Machine::ResolveGlobal(uint64_t address, uint64_t size, bool write) {
+uint8_t* Machine::ResolveGlobal(uint64_t address, uint64_t size, bool write, Order order) {
   Region& region = memory.Find(address, size, write);
+  if (region.touched) overlap.Note(region, address, size, write, order);
   if (region.valid) {
     uint8_t* valid = region.valid->data() + (address - region.base);
     if (write) {
@@ -88,7 +89,7 @@ uint8_t* Machine::ResolveShared(Cta& cta, uint32_t address, uint64_t size, bool 
 }
 
 uint8_t* Machine::Resolve(Warp& warp, int lane, Space space, uint64_t address, uint32_t size,
-                          bool write) {
+                          bool write, bool noncoherent) {
   if (space == kGeneric) {
     const uint64_t window = address >> 56;
     space = window == 1 ? kClusterShared : window == 2 ? kLocal : kGlobal;
@@ -114,21 +115,28 @@ uint8_t* Machine::Resolve(Warp& warp, int lane, Space space, uint64_t address, u
       return &warp.local[lane * bytes + address];
     }
     default:
-      return ResolveGlobal(address, size, write);
+      return ResolveGlobal(address, size, write, {(warp.waited >> lane & 1) != 0, noncoherent});
   }
 }
 
 void Machine::UpdateMbarrier(Cta& from, uint32_t address, bool own, int64_t transactions,
-                             uint32_t arrivals) {
+                             uint32_t arrivals, bool waited) {
   uint64_t* word = FindMbarrier(from, address, own);
   Mbarrier barrier(*word);
+  const uint32_t parity = barrier.parity;
   barrier.Update(transactions, arrivals);
   *word = barrier.Word();
+  if (overlap.Tracks()) {
+    CtaOf(*from.cluster, address)
+        .phases[address & 0xffffff]
+        .Arrive(waited, parity != barrier.parity);
+  }
   ++progress;
 }
 
 void Machine::Issue(AsyncWork work) {
   work.line = instruction_ ? instruction_->line : 0;
+  if (overlap.IsOn()) NoteOverlap(*this, work);
   while (settings.delay == 0) {
     if (Advance(*this, work)) return;
     if (work.kind == AsyncWork::Kind::kArrive) break;  // other work has to come first
@@ -274,6 +282,9 @@ void Machine::Retire() {
           Fail("rank %d CTA %u ended with %u columns of tensor memory allocated", grid->rank,
                cta->linear, cta->tensor_next);
         }
+        grid->waits |= cta->waits;
+        grid->triggers |= cta->triggers;
+        grid->late |= cta->Late();
       }
       grid->clusters.erase(grid->clusters.begin() + static_cast<int64_t>(i));
       ++progress;

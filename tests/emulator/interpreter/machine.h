@@ -10,6 +10,7 @@
 #include "async_work.h"
 #include "instruction.h"
 #include "memory.h"
+#include "overlap.h"
 #include "state.h"
 
 namespace emulator {
@@ -38,6 +39,7 @@ class Machine {
   Settings settings;
   Counts counts;
   GlobalMemory memory;
+  Overlap overlap;
   std::vector<std::unique_ptr<Kernel>> kernels;
   std::vector<std::unique_ptr<Grid>> grids;
   std::string error, log;
@@ -51,14 +53,16 @@ class Machine {
   void ClearGrids();
 
   // An address of any space as bytes of this process; throws Error outside of what may be accessed.
-  uint8_t* Resolve(Warp& warp, int lane, Space space, uint64_t address, uint32_t size, bool write);
-  uint8_t* ResolveGlobal(uint64_t address, uint64_t size, bool write);
+  uint8_t* Resolve(Warp& warp, int lane, Space space, uint64_t address, uint32_t size, bool write,
+                   bool noncoherent = false);
+  uint8_t* ResolveGlobal(uint64_t address, uint64_t size, bool write, Order order = {});
   uint8_t* ResolveShared(Cta& cta, uint32_t address, uint64_t size, bool write, bool own);
   // Counts a read of bytes that were never written; an error in strict mode.
   void NoteUninitialised(const char* what, const std::string& where);
 
+  // `waited`: what arrives is behind a griddepcontrol.wait.
   void UpdateMbarrier(Cta& from, uint32_t address, bool own, int64_t transactions,
-                      uint32_t arrivals);
+                      uint32_t arrivals, bool waited);
   void Issue(AsyncWork work);
   void Issue(Cluster& cluster, const TensorOperation& operation);
 

@@ -11,7 +11,7 @@ namespace emulator {
 using Number = unsigned long long;  // for printf
 
 void GlobalMemory::Add(uint64_t base, uint64_t size, std::string name, bool writable, bool track) {
-  Region region{base, size, std::move(name), writable, nullptr};
+  Region region{base, size, std::move(name), writable, nullptr, nullptr};
   if (track) region.valid = std::make_unique<std::vector<uint8_t>>(size, 0);
   const auto by_base = [](const Region& a, uint64_t b) { return a.base < b; };
   auto at = std::lower_bound(regions_.begin(), regions_.end(), base, by_base);
@@ -77,6 +77,13 @@ int64_t GlobalMemory::FirstInvalid(uint64_t address, uint64_t size) {
   const auto first = region.valid->begin() + static_cast<int64_t>(address - region.base);
   const auto found = std::find(first, first + static_cast<int64_t>(size), 0);
   return found == first + static_cast<int64_t>(size) ? -1 : found - first;
+}
+
+void GlobalMemory::KeepTouched(bool anew) {
+  for (Region& r : regions_) {
+    if (r.writable && (anew || !r.touched))
+      r.touched = std::make_unique<std::vector<Touch>>(r.size);
+  }
 }
 
 std::string GlobalMemory::Near(uint64_t address) const {

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "overlap.h"
 #include "state.h"
 
 namespace emulator {
@@ -25,6 +26,7 @@ struct Region {
   std::string name;
   bool writable;
   std::unique_ptr<std::vector<uint8_t>> valid;  // a flag a byte, where writes are tracked
+  std::unique_ptr<std::vector<Touch>> touched;  // a byte each, where overlaps are checked
 };
 
 // Global memory. Every access must lie in one region; with `whole_process`, in mapped memory.
@@ -42,6 +44,8 @@ class GlobalMemory {
   void MarkValid(uint64_t address, uint64_t size);
   // Offset of the first byte that was never written; -1 if there is none.
   int64_t FirstInvalid(uint64_t address, uint64_t size);
+  // Keeps from now on who touches writable regions; `anew`: forgets who did.
+  void KeepTouched(bool anew);
   // The region that an address is in or just behind.
   std::string Near(uint64_t address) const;
 
@@ -53,7 +57,7 @@ class GlobalMemory {
   std::vector<Region> regions_;  // by base
   size_t last_ = 0;
   std::vector<std::pair<uint64_t, uint64_t>> maps_;
-  Region process_{0, ~0ull, "process memory", true, nullptr};
+  Region process_{0, ~0ull, "process memory", true, nullptr, nullptr};
 };
 
 // The CTA that a shared address is in.

@@ -66,6 +66,7 @@ struct Warp {
   uint32_t barrier[32] = {};        // of a lane in kBarrier
   uint32_t cluster_phase[32] = {};  // at the lane's last arrival
   LaneMask live = 0;
+  LaneMask waited = 0;               // lanes behind a griddepcontrol.wait
   bool diverge = false;              // the next slice may start with any lane
   std::map<int, CopyGroups> bulk;    // by lane: cp.async.bulk
   std::map<int, CopyGroups> copies;  // by lane: cp.async
@@ -76,6 +77,18 @@ struct Warp {
 
 struct NamedBarrier {
   uint32_t arrived = 0, expected = 0;
+  bool waited = false;  // one of those that arrived is behind a griddepcontrol.wait
+};
+
+// Whether what arrived at an mbarrier is behind a griddepcontrol.wait.
+struct PhaseOrder {
+  bool pending = false;    // something of this phase or one before
+  bool completed = false;  // something of a phase that has completed
+
+  void Arrive(bool waited, bool completes) {
+    pending |= waited;
+    if (completes) completed = pending;
+  }
 };
 
 inline constexpr uint32_t kTensorLanes = 128, kTensorColumns = 512;
@@ -91,7 +104,13 @@ struct Cta {
   uint32_t live_threads = 0;
   std::vector<uint32_t> tensor;  // [lane][column]; empty until the first allocation
   std::vector<uint8_t> tensor_valid;
-  uint32_t tensor_next = 0;  // columns allocated
+  uint32_t tensor_next = 0;               // columns allocated
+  std::map<uint32_t, PhaseOrder> phases;  // by the mbarrier's offset, where overlaps are checked
+  // griddepcontrol: a thread waited; one let dependents start; one did so without having waited.
+  bool waits = false, triggers = false, triggers_early = false;
+
+  // It lets dependents start only after a thread has waited; its exit does so too.
+  bool Late() const { return triggers ? !triggers_early : waits; }
 };
 
 // An asynchronous tcgen05 instruction, in the cluster's order of issue.
@@ -100,12 +119,14 @@ struct TensorOperation {
   uint64_t source[8];
   int mode, mode2, flags, line;
   uint32_t issuer;  // rank of the CTA
+  bool waited;      // its thread is behind a griddepcontrol.wait
 };
 
 struct Cluster {
   Grid* grid = nullptr;
   std::vector<std::unique_ptr<Cta>> ctas;
   uint32_t arrived = 0, phase = 0;  // of its barrier
+  PhaseOrder order;
   std::deque<TensorOperation> tensor_operations;
 
   uint32_t LiveThreads() const {
@@ -124,6 +145,8 @@ struct Grid {
   uint64_t id = 0;               // %gridid
   uint64_t next = 0, total = 0;  // clusters started, and all
   std::vector<std::unique_ptr<Cluster>> clusters;
+  // Of CTAs that have ended: one waits; one lets dependents start before its end; one is late.
+  bool waits = false, triggers = false, late = false;
 
   uint32_t ClusterSize() const { return cluster[0] * cluster[1] * cluster[2]; }
   uint32_t Threads() const { return block[0] * block[1] * block[2]; }

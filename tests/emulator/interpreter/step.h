@@ -41,6 +41,8 @@ struct Step {
   }
   uint64_t* Dst(int i = 0) const { return Register(kernel.pool[inst.dst + i]); }
   const uint64_t* Src(int i = 0) const { return Register(kernel.pool[inst.src + i]); }
+  // Whether a lane is behind a griddepcontrol.wait.
+  bool Waited(int lane) const { return (warp.waited >> lane & 1) != 0; }
   int FirstLane() const { return std::countr_zero(lanes); }
   // Puts the lanes elsewhere: the outcome is kMoved.
   void Move(LaneMask moved, uint32_t pc, LaneState state = LaneState::kRun) const {
@@ -65,6 +67,14 @@ inline void ForEachLane(LaneMask lanes, F&& f) {
 // which case those here wait (outcome kMoved); else `step.lanes` are all of them.
 bool Converge(Step& step, LaneMask members);
 
+// Work that a lane's instruction issues.
+inline AsyncWork WorkOf(const Step& step, AsyncWork::Kind kind, int lane) {
+  AsyncWork work;
+  work.kind = kind;
+  work.cta = &step.cta;
+  work.waited = step.Waited(lane);
+  return work;
+}
 // Fails for data that another CTA's mbarrier is to count (instructions/async_copy.cc).
 void CheckOneCta(const Step& step, const AsyncWork& work);
 

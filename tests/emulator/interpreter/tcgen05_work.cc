@@ -220,10 +220,10 @@ void CopyScales(Cluster& cluster, const TensorOperation& op) {
 void Commit(Machine& machine, Cluster& cluster, const TensorOperation& op) {
   Cta& cta = *cluster.ctas[op.issuer];
   const auto barrier = static_cast<uint32_t>(op.source[0]);
-  if (!op.flags) return machine.UpdateMbarrier(cta, barrier, false, 0, 1);
+  if (!op.flags) return machine.UpdateMbarrier(cta, barrier, false, 0, 1, op.waited);
   for (uint32_t rank = 0; rank < 16; ++rank) {  // the same offset in each CTA of the mask
     if (!(op.source[1] >> rank & 1)) continue;
-    machine.UpdateMbarrier(cta, SharedAddress(rank, barrier & 0xffffff), false, 0, 1);
+    machine.UpdateMbarrier(cta, SharedAddress(rank, barrier & 0xffffff), false, 0, 1, op.waited);
   }
 }
 

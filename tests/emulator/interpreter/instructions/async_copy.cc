@@ -11,9 +11,7 @@ void Copy(Step& s) {
   const uint64_t *to = s.Src(0), *from = s.Src(1), *sizes = s.Src(2);
   const auto size = static_cast<uint32_t>(s.inst.mode);
   ForEachLane(s.lanes, [&](int l) {
-    AsyncWork work;
-    work.kind = AsyncWork::Kind::kCopy;
-    work.cta = &s.cta;
+    AsyncWork work = WorkOf(s, AsyncWork::Kind::kCopy, l);
     work.shared = static_cast<uint32_t>(to[l]);
     work.global = from[l];
     work.size = size;
@@ -51,9 +49,7 @@ void Arrive(Step& s) {
   ForEachLane(s.lanes, [&](int l) {
     const auto address = static_cast<uint32_t>(base[l] + s.inst.immediate);
     if (!s.inst.mode) Fail("cp.async.mbarrier.arrive without .noinc is not emulated");
-    AsyncWork work;
-    work.kind = AsyncWork::Kind::kArrive;
-    work.cta = &s.cta;
+    AsyncWork work = WorkOf(s, AsyncWork::Kind::kArrive, l);
     work.barrier = address;
     const CopyGroups& groups = s.warp.copies[l];
     work.after.assign(groups.committed.begin(), groups.committed.end());
@@ -66,9 +62,7 @@ void Store(Step& s) {
   const uint64_t *to = s.Src(0), *barrier = s.Src(1);
   const int size = Bits(s.inst.type) / 8, count = s.inst.num_src - 2;
   ForEachLane(s.lanes, [&](int l) {
-    AsyncWork work;
-    work.kind = AsyncWork::Kind::kStoreAsync;
-    work.cta = &s.cta;
+    AsyncWork work = WorkOf(s, AsyncWork::Kind::kStoreAsync, l);
     work.shared = static_cast<uint32_t>(to[l]);
     work.barrier = static_cast<uint32_t>(barrier[l]);
     work.size = size * count;

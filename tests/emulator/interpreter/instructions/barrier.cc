@@ -1,5 +1,7 @@
 // Barriers of warps, CTAs and clusters (PTX ISA 9.7.13: bar.warp.sync, bar and barrier,
 // barrier.cluster).
+#include <utility>
+
 #include "../step.h"
 
 namespace emulator {
@@ -20,6 +22,7 @@ Outcome WarpSync(Step& s) {
     ForEachLane(s.lanes, [&](int lane) { s.warp.sync_mask[lane] = mask; });
     return Outcome::kMoved;
   }
+  if (s.warp.waited & here) s.warp.waited |= here;
   if (here == s.lanes) return Outcome::kNext;
   // Lanes may wait at several places in the code; each goes on from its own.
   ForEachLane(here & ~s.lanes, [&](int lane) {
@@ -50,6 +53,7 @@ Outcome Named(Step& s) {
   }
   barrier.expected = count;
   barrier.arrived += std::popcount(s.lanes);
+  barrier.waited |= (s.warp.waited & s.lanes) != 0;
   ++s.machine.progress;
   if (barrier.arrived > count) Fail("barrier %u: %u arrived of %u", id, barrier.arrived, count);
   const bool waits = s.inst.op == Op::kBarrierSync;
@@ -57,11 +61,13 @@ Outcome Named(Step& s) {
   ForEachLane(s.lanes, [&](int lane) { s.warp.barrier[lane] = id; });
   if (barrier.arrived < count) return Outcome::kMoved;
   barrier.arrived = 0;
+  const bool waited = std::exchange(barrier.waited, false);
   for (auto& warp : s.cta.warps) {
     for (int lane = 0; lane < 32; ++lane) {
       if (warp->state[lane] != LaneState::kBarrier || warp->barrier[lane] != id) continue;
       warp->state[lane] = LaneState::kRun;
       ++warp->pc[lane];
+      if (waited) warp->waited |= 1u << lane;
     }
   }
   return Outcome::kMoved;
@@ -73,6 +79,7 @@ Outcome OfCluster(Step& s) {
     s.Move(s.lanes, s.front.pc + 1);
     ForEachLane(s.lanes, [&](int lane) { s.warp.cluster_phase[lane] = s.cluster.phase; });
     s.cluster.arrived += std::popcount(s.lanes);
+    s.cluster.order.Arrive((s.warp.waited & s.lanes) != 0, false);
     ++s.machine.progress;
     FinishClusterBarrier(s.cluster);
     return Outcome::kMoved;
@@ -81,6 +88,7 @@ Outcome OfCluster(Step& s) {
     const bool passed = s.warp.cluster_phase[lane] < s.cluster.phase;
     s.warp.pc[lane] = s.front.pc + passed;
     s.warp.state[lane] = passed ? LaneState::kRun : LaneState::kCluster;
+    if (passed && s.cluster.order.completed) s.warp.waited |= 1u << lane;
   });
   return Outcome::kMoved;
 }
@@ -92,6 +100,7 @@ void FinishClusterBarrier(Cluster& cluster) {
   if (!threads || !cluster.arrived || cluster.arrived < threads) return;
   cluster.arrived = 0;
   ++cluster.phase;
+  cluster.order.Arrive(false, true);
   for (auto& cta : cluster.ctas) {
     for (auto& warp : cta->warps) {
       for (int lane = 0; lane < 32; ++lane) {
@@ -99,6 +108,7 @@ void FinishClusterBarrier(Cluster& cluster) {
         if (warp->cluster_phase[lane] >= cluster.phase) continue;
         warp->state[lane] = LaneState::kRun;
         ++warp->pc[lane];
+        if (cluster.order.completed) warp->waited |= 1u << lane;
       }
     }
   }

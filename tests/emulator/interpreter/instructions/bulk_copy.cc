@@ -12,10 +12,8 @@ void CheckAlignment(const AsyncWork& work, uint64_t other) {
   }
 }
 
-AsyncWork Make(const Step& s, AsyncWork::Kind kind) {
-  AsyncWork work;
-  work.kind = kind;
-  work.cta = &s.cta;
+AsyncWork Make(const Step& s, AsyncWork::Kind kind, int lane) {
+  AsyncWork work = WorkOf(s, kind, lane);
   if (s.inst.op == Op::kBulkReduce) {
     work.reduction = s.inst.mode2;
     work.type = s.inst.type;
@@ -26,7 +24,7 @@ AsyncWork Make(const Step& s, AsyncWork::Kind kind) {
 // mode: to the same offsets of each CTA of a mask.
 void Load(Step& s) {
   ForEachLane(s.lanes, [&](int l) {
-    AsyncWork work = Make(s, AsyncWork::Kind::kBulkLoad);
+    AsyncWork work = Make(s, AsyncWork::Kind::kBulkLoad, l);
     work.shared = static_cast<uint32_t>(s.Src(0)[l]);
     work.global = s.Src(1)[l];
     work.size = static_cast<uint32_t>(s.Src(2)[l]);
@@ -46,7 +44,7 @@ void Load(Step& s) {
 
 void Store(Step& s) {
   ForEachLane(s.lanes, [&](int l) {
-    AsyncWork work = Make(s, AsyncWork::Kind::kBulkStore);
+    AsyncWork work = Make(s, AsyncWork::Kind::kBulkStore, l);
     work.global = s.Src(0)[l];
     work.shared = static_cast<uint32_t>(s.Src(1)[l]);
     work.size = static_cast<uint32_t>(s.Src(2)[l]);
@@ -58,7 +56,7 @@ void Store(Step& s) {
 
 void Shared(Step& s) {
   ForEachLane(s.lanes, [&](int l) {
-    AsyncWork work = Make(s, AsyncWork::Kind::kBulkShared);
+    AsyncWork work = Make(s, AsyncWork::Kind::kBulkShared, l);
     work.shared = static_cast<uint32_t>(s.Src(0)[l]);
     work.shared_source = static_cast<uint32_t>(s.Src(1)[l]);
     work.size = static_cast<uint32_t>(s.Src(2)[l]);

@@ -1,4 +1,5 @@
-// Control flow (PTX ISA 9.7.12), trap (9.7.19), printf and assert (CUDA's device functions).
+// Control flow (PTX ISA 9.7.12), griddepcontrol (9.7.13), trap (9.7.19), printf and assert (CUDA's
+// device functions).
 #include <cstring>
 #include <string>
 
@@ -85,6 +86,14 @@ Outcome ExecuteControl(Step& s) {
     }
     case Op::kReturn:
       return Return(s);
+    case Op::kGridWait:
+      s.warp.waited |= s.lanes;
+      s.cta.waits = true;
+      return Outcome::kNext;
+    case Op::kGridTrigger:
+      s.cta.triggers = true;
+      s.cta.triggers_early |= (s.lanes & ~s.warp.waited) != 0;
+      return Outcome::kNext;
     case Op::kTrap:
       Fail("trap");
     case Op::kAssertFail: {

@@ -12,6 +12,9 @@ uint32_t Address(const Step& s, int lane) {
   return static_cast<uint32_t>(s.Src(0)[lane] + s.inst.immediate);
 }
 
+// What is known of the order of an object's phases.
+const PhaseOrder& PhasesAt(Step& s, uint32_t address) { return s.cta.phases[address & 0xffffff]; }
+
 void Init(Step& s) {
   const uint64_t* counts = s.Src(1);
   ForEachLane(s.lanes, [&](int l) {
@@ -22,6 +25,7 @@ void Init(Step& s) {
     // The ISA's range starts at 1; Humming's kernels pass 0 for barriers that nobody waits for.
     const uint64_t word = Mbarrier(std::max(count, 1u)).Word();
     std::memcpy(s.machine.ResolveShared(s.cta, address, 8, true, true), &word, 8);
+    s.cta.phases.erase(address & 0xffffff);
   });
   ++s.machine.progress;
 }
@@ -39,7 +43,12 @@ Outcome Test(Step& s) {
     const uint64_t* word = FindMbarrier(s.cta, Address(s, l), true);
     const uint32_t wanted = parities[l] & 1;
     results[l] = Parity(*word) != wanted;
-    if (results[l]) return;
+    if (results[l]) {
+      if (s.machine.overlap.Tracks() && PhasesAt(s, Address(s, l)).completed) {
+        s.warp.waited |= 1u << l;
+      }
+      return;
+    }
     all = false;
     same &= !waited || (waited == word && parity == wanted);
     waited = word;
@@ -65,7 +74,7 @@ Outcome ExecuteMbarrier(Step& s) {
   const bool own = inst.mode;
   const uint64_t* values = inst.num_src > 1 ? s.Src(1) : nullptr;
   const auto update = [&](int lane, int64_t transactions, uint32_t arrivals) {
-    s.machine.UpdateMbarrier(s.cta, Address(s, lane), own, transactions, arrivals);
+    s.machine.UpdateMbarrier(s.cta, Address(s, lane), own, transactions, arrivals, s.Waited(lane));
   };
   switch (inst.op) {
     case Op::kBarrierInit:

@@ -39,7 +39,7 @@ void Load(Step& s) {
   ForEachLane(s.lanes, [&](int l) { addresses[l] = base[l] + inst.immediate; });
   ForEachLane(s.lanes, [&](int l) {
     const uint8_t* from = s.machine.Resolve(s.warp, l, static_cast<Space>(inst.mode), addresses[l],
-                                            size * count, false);
+                                            size * count, false, inst.mode2);
     for (int i = 0; i < count; ++i) {
       uint64_t value = 0;
       std::memcpy(&value, from + i * size, size);

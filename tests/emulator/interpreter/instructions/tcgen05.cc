@@ -104,6 +104,7 @@ void Issue(Step& s) {
     operation.flags = s.inst.flags;
     operation.line = s.inst.line;
     operation.issuer = s.cta.rank;
+    operation.waited = s.Waited(l);
     s.machine.Issue(s.cluster, operation);
   });
 }

@@ -43,9 +43,7 @@ void CheckStoreCoordinates(const AsyncWork& work) {
 }
 
 void Load(Step& s, int lane) {
-  AsyncWork work;
-  work.kind = AsyncWork::Kind::kTensorLoad;
-  work.cta = &s.cta;
+  AsyncWork work = WorkOf(s, AsyncWork::Kind::kTensorLoad, lane);
   work.shared = static_cast<uint32_t>(s.Src(0)[lane]);
   work.barrier = static_cast<uint32_t>(s.Src(1)[lane]);
   ReadMap(s, lane, 2, work);
@@ -70,9 +68,7 @@ void Load(Step& s, int lane) {
 }
 
 void Store(Step& s, int lane) {
-  AsyncWork work;
-  work.kind = AsyncWork::Kind::kTensorStore;
-  work.cta = &s.cta;
+  AsyncWork work = WorkOf(s, AsyncWork::Kind::kTensorStore, lane);
   work.shared = static_cast<uint32_t>(s.Src(0)[lane]);
   work.reduction = s.inst.mode2 - 1;
   ReadMap(s, lane, 1, work);

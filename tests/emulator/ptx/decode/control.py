@@ -1,4 +1,4 @@
-"""Control flow (PTX ISA 9.7.12) and what ends or delays a thread (9.7.19)."""
+"""Control flow (PTX ISA 9.7.12), dependent grids (9.7.13); ends and delays of threads (9.7.19)."""
 
 import re
 
@@ -53,8 +53,7 @@ def _nanosleep(s: Statement) -> None:
 
 @decodes("griddepcontrol")
 def _griddepcontrol(s: Statement) -> None:
-    s.need({"launch_dependents": 0, "wait": 1})  # grids of one stream never overlap here
-    s.emit("Nop")
+    s.emit(s.need({"launch_dependents": "GridTrigger", "wait": "GridWait"}))
 
 
 @decodes("setmaxnreg")

@@ -24,6 +24,7 @@ def _hinted(s: Statement) -> bool:
 def _ld(s: Statement) -> None:
     polls = any(q in _POLLING for q in s.qualifiers)
     type, space, count = s.type(), s.space(), _vector_size(s)
+    noncoherent = int(s.flag("nc"))
     _hinted(s)
     s.drop(CACHE_HINTS, SCOPES, ORDERS)
     result = re.fullmatch(r"\[([\w$]+)\]", s.operands[-1])
@@ -37,7 +38,8 @@ def _ld(s: Statement) -> None:
     base, offset = s.address()
     # After a load that may be part of a polling loop another warp gets its turn.
     flags = int(polls)
-    s.emit("Load", type=type, dst=dst, src=[base], mode=space, immediate=offset, flags=flags)
+    s.emit("Load", type=type, dst=dst, src=[base], mode=space, mode2=noncoherent,
+           immediate=offset, flags=flags)  # fmt: skip
 
 
 @decodes("st")
