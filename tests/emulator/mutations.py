@@ -16,6 +16,7 @@ import numpy as np
 from emulator import planned
 from emulator.machine import EmulatorError
 from emulator.standing_in import Captured
+from jax_megamoe.plan.grouped import humming_unit
 from jax_megamoe.plan.launch import (
     KernelArgument,
     KernelLaunch,
@@ -230,12 +231,15 @@ SORTED: dict[str, Mutation] = {
 }
 
 
-def _by_symbol(symbol: str, change: Callable[[KernelLaunch], KernelLaunch]) -> Mutation:
-    """Changes the first launch of a kernel."""
+def _by_symbol(
+    symbol: str, change: Callable[[KernelLaunch], KernelLaunch], *, last: bool = False
+) -> Mutation:
+    """Changes the first launch of a kernel, or the last."""
 
     def mutate(captured: Captured) -> Captured:
         steps: list[Any] = list(captured.plan.steps)
-        at = [launch.kernel.symbol for launch in captured.plan.launches].index(symbol)
+        of_symbol = [i for i, step in enumerate(steps) if step.kernel.symbol == symbol]
+        at = of_symbol[-1 if last else 0]
         steps[at] = change(steps[at])
         return dataclasses.replace(captured, plan=_with_steps(captured.plan, steps))
 
@@ -249,6 +253,14 @@ def _without_wait(launch: KernelLaunch) -> KernelLaunch:
     assert early == "true"
     kernel = dataclasses.replace(launch.kernel, template_args=(*others, "false"))
     return dataclasses.replace(launch, kernel=kernel)
+
+
+def _product_without_wait(launch: KernelLaunch) -> KernelLaunch:
+    """Humming's, likewise."""
+    assert launch.config.programmatic_serialization
+    product, tiles = humming_unit.decoded(launch.kernel.unit)
+    unit = humming_unit.encoded(product, dataclasses.replace(tiles, pdl=False))
+    return dataclasses.replace(launch, kernel=dataclasses.replace(launch.kernel, unit=unit))
 
 
 def _starts_early(launch: KernelLaunch) -> KernelLaunch:
@@ -275,6 +287,11 @@ OVERLAPS: dict[str, tuple[str, Mutation, str]] = {
         "mxfp4",
         _by_symbol("humming", _starts_early),
         "humming reads rank 0 num_slots " + _BEFORE.format("place_rows"),
+    ),
+    "the second product does not wait": (
+        "mxfp4",
+        _by_symbol("humming", _product_without_wait, last=True),
+        "humming reads rank 0 hidden_rows " + _BEFORE.format("activate_rows"),
     ),
     "the call starts early": (
         "mxfp4",

@@ -95,6 +95,8 @@ def test_folded_biases_in_a_layer_as_wide_as_gpt_oss(stand_in):
         Cell("fp8_block", cells.GROUPED, arch=90, ranks=2, unrouted=0.2, stats=True, delay=0.7),
         # 1,040 rows: two blocks sort them.
         Cell("mxfp4", cells.GROUPED, arch=90, tokens=130, top_k=8, unrouted=0.2, stats=True),
+        # No rows: the products wait for nothing.
+        Cell("mxfp4", cells.GROUPED, arch=90, tokens=130, top_k=8, unrouted=1.0, stats=True),
     ],
     ids=str,
 )
@@ -152,6 +154,7 @@ def test_few_rows_of_bf16_on_hopper(stand_in, forms):
              idle_experts=(2,), biases=True, delay=0.7, fast_math=False),
         Cell("bf16", cells.GROUPED, arch=90, tokens=130, top_k=8, unrouted=0.2, stats=True,
              mask=True),
+        Cell("bf16", cells.GROUPED, arch=90, tokens=130, top_k=8, unrouted=1.0, stats=True),
     ],
     ids=str,
 )  # fmt: skip

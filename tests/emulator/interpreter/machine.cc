@@ -127,9 +127,7 @@ void Machine::UpdateMbarrier(Cta& from, uint32_t address, bool own, int64_t tran
   barrier.Update(transactions, arrivals);
   *word = barrier.Word();
   if (overlap.Tracks()) {
-    CtaOf(*from.cluster, address)
-        .phases[address & 0xffffff]
-        .Arrive(waited, parity != barrier.parity);
+    OrderOfPhases(from, address).Arrive(waited, parity != barrier.parity);
   }
   ++progress;
 }

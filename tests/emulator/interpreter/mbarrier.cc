@@ -52,4 +52,8 @@ uint64_t* FindMbarrier(Cta& from, uint32_t address, bool own) {
   return word;
 }
 
+PhaseOrder& OrderOfPhases(Cta& from, uint32_t address) {
+  return CtaOf(*from.cluster, address).phases[address & 0xffffff];
+}
+
 }  // namespace emulator

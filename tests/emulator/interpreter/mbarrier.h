@@ -30,5 +30,7 @@ struct Mbarrier {
 inline uint32_t Parity(uint64_t word) { return word >> 61 & 1; }
 // An initialised object's word; throws Error for another address.
 uint64_t* FindMbarrier(Cta& from, uint32_t address, bool own);
+// What is known of an object's phases where overlaps are checked.
+PhaseOrder& OrderOfPhases(Cta& from, uint32_t address);
 
 }  // namespace emulator

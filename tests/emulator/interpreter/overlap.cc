@@ -1,6 +1,5 @@
 #include "overlap.h"
 
-#include <algorithm>
 #include <bit>
 
 #include "error.h"
@@ -25,6 +24,7 @@ void Overlap::Begin(const std::string& name, bool early) {
     // The wait covers the launch ahead, and what that one's end implies. A grid of which no thread
     // waits may end before the grids ahead of it.
     launch.after = ahead.waits ? ahead.after : ahead.before;
+    // One that let its successor start by its end had no store left to do.
     for (size_t i = 0; i < chain_.size(); ++i) {
       if (chain_[i].triggers) launch.storing |= launch.before & 1u << i;
     }
@@ -35,10 +35,12 @@ void Overlap::Begin(const std::string& name, bool early) {
 void Overlap::End(const std::vector<std::unique_ptr<Grid>>& grids) {
   if (!IsOn()) return;
   Launch& launch = chain_.back();
-  const auto each = [&](auto holds) { return std::all_of(grids.begin(), grids.end(), holds); };
-  launch.waits = each([](const auto& grid) { return grid->waits; });
-  launch.late = each([](const auto& grid) { return grid->late; });
-  launch.triggers = !each([](const auto& grid) { return !grid->triggers; });
+  launch.waits = launch.late = true;
+  for (const auto& grid : grids) {
+    launch.waits &= grid->waits;
+    launch.late &= grid->late;
+    launch.triggers |= grid->triggers;
+  }
 }
 
 void Overlap::Note(Region& region, uint64_t address, uint64_t size, bool write, Order order) {

@@ -12,9 +12,6 @@ uint32_t Address(const Step& s, int lane) {
   return static_cast<uint32_t>(s.Src(0)[lane] + s.inst.immediate);
 }
 
-// What is known of the order of an object's phases.
-const PhaseOrder& PhasesAt(Step& s, uint32_t address) { return s.cta.phases[address & 0xffffff]; }
-
 void Init(Step& s) {
   const uint64_t* counts = s.Src(1);
   ForEachLane(s.lanes, [&](int l) {
@@ -25,7 +22,7 @@ void Init(Step& s) {
     // The ISA's range starts at 1; Humming's kernels pass 0 for barriers that nobody waits for.
     const uint64_t word = Mbarrier(std::max(count, 1u)).Word();
     std::memcpy(s.machine.ResolveShared(s.cta, address, 8, true, true), &word, 8);
-    s.cta.phases.erase(address & 0xffffff);
+    OrderOfPhases(s.cta, address) = {};
   });
   ++s.machine.progress;
 }
@@ -44,7 +41,7 @@ Outcome Test(Step& s) {
     const uint32_t wanted = parities[l] & 1;
     results[l] = Parity(*word) != wanted;
     if (results[l]) {
-      if (s.machine.overlap.Tracks() && PhasesAt(s, Address(s, l)).completed) {
+      if (s.machine.overlap.Tracks() && OrderOfPhases(s.cta, Address(s, l)).completed) {
         s.warp.waited |= 1u << l;
       }
       return;
