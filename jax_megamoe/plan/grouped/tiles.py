@@ -276,7 +276,7 @@ def _fitted(product: Product, tiles: Tiles, blocks: float, num_sms: int, room: i
     else:
         raise AssertionError(f"no tiles for {product}")
     waves = blocks * (product.n // smaller.block[1]) / (num_sms * smaller.ctas)
-    # Of warps that load for themselves a wave is cut where it is less than one block each.
+    # Where warps load for themselves, only tiles fewer than multiprocessors are cut.
     is_sparse = product.arch == 90 and smaller.wgmma and not smaller.warp_spec
     few = waves * smaller.ctas < 1 if is_sparse else waves < 16
     return replace(smaller, stream_k=few, ordered=few and _ORDERED)
