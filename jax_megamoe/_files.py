@@ -170,10 +170,14 @@ def replaced(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
         mode: who may read and write it, less what the process's umask forbids.
 
     Raises:
-        OSError: the folder cannot be written, or is full; `path` is as it was, or is a folder.
+        OSError: the folder cannot be written, or is full; `path` is as it was, or is a
+            folder, a device or a pipe.
     """
     if path.is_dir():
         raise IsADirectoryError(_checks.message(str(path), "a file to write", "a folder"))
+    if path.exists() and not path.is_file():  # root would put a file in place of /dev/null
+        got = f"mode {stat.filemode(path.stat().st_mode)}"
+        raise OSError(_checks.message(str(path), "a regular file to write", got))
     # 255 bytes are the most that a name may have.
     stem = os.fsdecode(os.fsencode(f".{path.name}")[:200])
     for left in path.parent.glob(f"{_escaped(stem)}.*.part"):
@@ -230,7 +234,10 @@ def is_same_file(a: Path, b: Path) -> bool:
     with contextlib.suppress(OSError):
         if a.samefile(b):
             return True
-    return a.resolve() == b.resolve()
+    try:
+        return a.resolve() == b.resolve()
+    except (OSError, RuntimeError):  # links in a circle
+        return a.absolute() == b.absolute()
 
 
 def aligned(size: int) -> np.ndarray:

@@ -74,6 +74,25 @@ def test_a_folder_is_refused(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
+def test_devices_and_pipes_are_refused(tmp_path: Path) -> None:
+    """A pipe stands for /dev/null, which a test had better not try."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    link = tmp_path / "link"
+    link.symlink_to(pipe)
+    for path in (pipe, link):
+        with pytest.raises(OSError, match=r"expected a regular file to write, got mode prw"):
+            _files.write(path, "text")
+    assert pipe.is_fifo() and link.is_symlink() and len(list(tmp_path.iterdir())) == 2
+
+
+def test_links_in_a_circle(tmp_path: Path) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    assert not _files.is_same_file(loop, tmp_path / "other")
+    assert _files.is_same_file(loop, loop)
+
+
 def test_writers_at_the_same_time(tmp_path: Path) -> None:
     """Threads of one process, one file: each writes its own, and the last one's stays."""
     path = tmp_path / "f"
