@@ -256,7 +256,8 @@ def requantize_l2_fp8_power(a: ArrayLike) -> tuple[jax.Array, jax.Array]:
     K] and UE8M0 bytes, uint8 [..., K / 128].
 
     As FlashInfer's kernels: the scale is the smallest power of two s with amax <= 448 s, without a
-    floor; a block whose scale would not be a normal number is 0, one with an infinity NaN.
+    floor; a block whose scale would not be a normal number is 0, one with an infinity NaN. A NaN
+    stays, also in a block of nothing else.
 
     Raises:
         TypeError: `a` is not bfloat16, float16 or float32.
@@ -268,7 +269,7 @@ def requantize_l2_fp8_power(a: ArrayLike) -> tuple[jax.Array, jax.Array]:
     vanishes = exponents < 1
     exponents = jnp.where(jnp.isinf(largest), 255, jnp.where(vanishes, 0, exponents))
     scaled = times_power_of_two(grouped, 127 - jnp.minimum(exponents, 254))
-    values = to_e4m3(jnp.where(vanishes, 0, scaled))
+    values = to_e4m3(jnp.where(vanishes & ~jnp.isnan(grouped), 0, scaled))
     return values.reshape(jnp.shape(a)), exponents[..., 0].astype(jnp.uint8)
 
 

@@ -332,6 +332,16 @@ def test_rows_do_not_touch_each_other_and_stay_finite(name, dtype, wrap):
     assert np.isnan(np.asarray(wrap(decode)(*together))[1]).any()
 
 
+def test_a_block_of_nan_alone_is_no_block_of_zeros():
+    """A token with one NaN has nothing else after the first matmul."""
+    a = np.ones((3, 256), np.float32)
+    a[0, 128:], a[1, :128], a[2] = np.nan, 0, 1e-40
+    decoded = np.asarray(q.dequantize_mxfp8(*q.requantize_l2_fp8_power(a)))
+    assert np.isnan(decoded[0, 128:]).all()
+    assert (decoded[0, :128] == 1).all() and (decoded[1, 128:] == 1).all()
+    assert not decoded[1, :128].any() and not decoded[2].any()
+
+
 def test_l2_inputs_follow_the_kernels_rules():
     a = np.random.default_rng(3).standard_normal((8, 256)).astype(ml_dtypes.bfloat16)
     wide = a.astype(np.float32)

@@ -316,7 +316,7 @@ def test_garbage_in_unrouted_rows_changes_no_bit_of_the_others(
     assert not host(want)[3].any()
 
 
-@pytest.mark.parametrize("form", cases.FORMATS)
+@pytest.mark.parametrize("form", cases.RECIPES)
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_nan_in_a_real_token_stays_in_that_token(form: str, num_ranks: int) -> None:
     cfg = cases.config(form, num_shared_experts=int(form in cases.FUSING))
