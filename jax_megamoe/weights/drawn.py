@@ -6,12 +6,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array
 
 from jax_megamoe.config import ExpertSpec
 from jax_megamoe.formats import INTERLEAVE_8, WEIGHT_FORMATS, WeightFormat
-from jax_megamoe.mesh import Axis, axis_names, has_explicit_axes
+from jax_megamoe.mesh import Axis, axis_names
 from jax_megamoe.weights import layout as layouts
 from jax_megamoe.weights.experts import ROUNDED, expert_fields
 from jax_megamoe.weights.params import ExpertMatrices, ExpertWeights, default_layout
@@ -89,14 +89,17 @@ def _random_shared(
     key: Array, *, config: ExpertSpec, mesh: Mesh | AbstractMesh | None
 ) -> dict[str, Array]:
     form = WEIGHT_FORMATS[config.shared_format or ""]
-    keys = jax.random.split(key, config.logical_experts + 1)[:1]
-    one = _random(keys, config.shared_size, config.hidden_size, form, INTERLEAVE_8)
-    fields = {name: array[0] for name, array in one.items()}
+
+    def draw(key: Array) -> dict[str, Array]:
+        keys = jax.random.split(key, config.logical_experts + 1)[:1]
+        one = _random(keys, config.shared_size, config.hidden_size, form, INTERLEAVE_8)
+        return {name: array[0] for name, array in one.items()}
+
     if mesh is None:
-        return fields
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    place = jax.reshard if has_explicit_axes(mesh) else lax.with_sharding_constraint
-    return jax.tree.map(lambda array: place(array, everywhere), fields)
+        return draw(key)
+    # Every device draws its copy: the key may be on one device, of which reshard makes no more.
+    everywhere = PartitionSpec()
+    return jax.shard_map(draw, mesh=mesh, in_specs=everywhere, out_specs=everywhere)(key)
 
 
 def _random(
