@@ -208,6 +208,13 @@ class ExpertSpec:
         return self.num_experts // num_ranks
 
 
+def check_config(config: object, kind: type[ExpertSpec]) -> None:
+    """Raises TypeError unless `config` is an `ExpertSpec`, or a `MoEConfig` where `kind` is."""
+    if not isinstance(config, kind):
+        expected = f"a jax_megamoe.{kind.__name__}"
+        raise TypeError(_checks.message("config", expected, type(config).__name__))
+
+
 def _check_format(name: str, value: object, kind: Any) -> None:
     if not isinstance(value, kind):
         expected = "a format or the name of one"

@@ -12,7 +12,7 @@ from jaxtyping import Array, BFloat16, Bool, Float32, Int32
 
 from jax_megamoe import _checks, symmetric_memory
 from jax_megamoe import compile as compiler
-from jax_megamoe.config import MoEConfig
+from jax_megamoe.config import MoEConfig, check_config
 from jax_megamoe.launch import launcher
 from jax_megamoe.launch.factors import FACTORS
 from jax_megamoe.launch.facts import facts
@@ -109,6 +109,7 @@ def allocate_buffers(
         NotImplementedError, ValueError: as `check_supported`.
         RuntimeError: too little memory; the message has the bytes needed and free.
     """
+    check_config(config, MoEConfig)
     if mesh is None:
         groups = [[default_device()]]
     elif axis is not None:

@@ -10,7 +10,7 @@ from functools import lru_cache
 import jax
 
 from jax_megamoe import compile as compiler
-from jax_megamoe.config import MoEConfig
+from jax_megamoe.config import MoEConfig, check_config
 from jax_megamoe.formats import RECIPES
 from jax_megamoe.plan import families, folding
 from jax_megamoe.plan.choice import Absent, choose
@@ -54,6 +54,7 @@ def check_supported(config: MoEConfig, device: jax.Device | DeviceSpec, num_rank
         NotImplementedError: the device, or the format or activation on it.
         ValueError: sizes out of the kernel's limits, which the message names.
     """
+    check_config(config, MoEConfig)
     chosen = supported(config, device, num_ranks)
     if isinstance(chosen, Refusal):
         raise chosen.error()

@@ -14,11 +14,12 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, BFloat16, Bool, Float32, Int32
 
 from jax_megamoe import _checks, symmetric_memory
-from jax_megamoe.config import MoEConfig
+from jax_megamoe.config import MoEConfig, check_config
 from jax_megamoe.formats import GROUPED_LAYOUTS
 from jax_megamoe.launch import deep_gemm, grouped, measured
 from jax_megamoe.mesh import device_of, explicit_mesh, gathered
 from jax_megamoe.op.shardings import check_num_tokens, check_shardings, say_what_is_unseen
+from jax_megamoe.op.staged_tokens import check_tokens
 from jax_megamoe.op.transforms import (
     Axis,
     Call,
@@ -33,7 +34,7 @@ from jax_megamoe.op.transforms import (
 )
 from jax_megamoe.plan import families
 from jax_megamoe.plan.refusal import Refusal
-from jax_megamoe.routing.replicas import ReplicaMap, check_map
+from jax_megamoe.routing.replicas import ReplicaMap
 from jax_megamoe.routing.stats import capture
 from jax_megamoe.weights.params import ExpertWeights, check_weights
 
@@ -163,6 +164,7 @@ def mega_moe(  # noqa: PLR0913 (one keyword for each thing a call may need)
         NotImplementedError: the named implementation cannot run here; a gradient of `deep_gemm`;
             a batch that `jax.vmap` cannot fold into tokens.
     """
+    check_config(config, MoEConfig)
     place = place_of(config, mesh, axis, token_axes)
     result = call(
         Tokens(x, topk_ids, topk_weights, padding_mask),
@@ -202,7 +204,7 @@ def call(
     `shared_experts` nor a `capture_routing` callback sees them.
     """
     weights, eplb = parameters
-    _check_arrays(*tokens, eplb, config)
+    check_tokens(*tokens, eplb, config=config)
     x, padding_mask = tokens.x, tokens.padding_mask
     num_tokens = x.shape[0]
     check_num_tokens(num_tokens, config, place, pads)
@@ -244,38 +246,6 @@ def _padded(tokens: Tokens, missing: int) -> Tokens:
     return Tokens(
         pad(x, 0), pad(ids, -1), pad(weights, 0), None if mask is None else pad(mask, True)
     )
-
-
-def _check_arrays(
-    x: Any, topk_ids: Any, topk_weights: Any, mask: Any, eplb: Any, config: MoEConfig
-) -> None:
-    _checks.shape("x", x, ("num_tokens", config.hidden_size))
-    num_tokens = x.shape[0]
-    _checks.dtype("x", x, ["bfloat16"], "x.astype(jnp.bfloat16) rounds it")
-    for name, array, dtype in (
-        ("topk_ids", topk_ids, "int32"),
-        ("topk_weights", topk_weights, "float32"),
-    ):
-        _checks.shape(name, array, (num_tokens, config.top_k))
-        _checks.dtype(name, array, [dtype])
-    if mask is not None:
-        _checks.shape("padding_mask", mask, (num_tokens,))
-        _checks.dtype("padding_mask", mask, ["bool"])
-    if eplb is not None:
-        check_map(config, eplb)
-    if not isinstance(topk_ids, Tracer):
-        _check_ids(topk_ids, config)
-
-
-def _check_ids(topk_ids: Any, config: MoEConfig) -> None:
-    """Refuses ids out of range, in what this process holds of a concrete array."""
-    shards = getattr(topk_ids, "addressable_shards", None)
-    parts = [topk_ids] if shards is None else [shard.data for shard in shards]
-    for ids in (np.asarray(part) for part in parts if part.size):
-        low, high = int(ids.min()), int(ids.max())
-        if low < -1 or high >= config.logical_experts:
-            expected = f"expert ids in [0, {config.logical_experts}), or -1 for unrouted"
-            raise ValueError(_checks.message("topk_ids", expected, f"ids from {low} to {high}"))
 
 
 def _check_shared(

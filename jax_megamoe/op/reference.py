@@ -15,8 +15,8 @@ from jax_megamoe.formats import RECIPES, Recipe
 from jax_megamoe.mesh import Axis, Split, gathered, has_explicit_axes, reshard, split_of
 from jax_megamoe.numerics import expert
 from jax_megamoe.numerics.tokens import QuantizedTokens
-from jax_megamoe.op.staged_tokens import StagedTokens, physical_routing, stage
-from jax_megamoe.routing.replicas import ReplicaMap, check_map
+from jax_megamoe.op.staged_tokens import StagedTokens, check_tokens, physical_routing, stage
+from jax_megamoe.routing.replicas import ReplicaMap
 from jax_megamoe.weights.experts import dequantize_biases, dequantize_experts, dequantize_shared
 from jax_megamoe.weights.folded_biases import unfold_biases
 from jax_megamoe.weights.params import ExpertWeights, check_weights, recipe_for
@@ -45,8 +45,8 @@ def einsum_moe(
     too); a rounding counts as the identity, also where it saturates. `jax.vmap` works.
 
     Args:
-        x: bfloat16 [T, H].
-        topk_ids: int32 [T, K], logical expert ids, -1 for unrouted.
+        x: bfloat16 [T, H]; float32 too if exact.
+        topk_ids: int32 [T, K], logical expert ids, -1 for unrouted; checked as by `mega_moe`.
         topk_weights: float32 [T, K].
         weights: all experts.
         config: the layer.
@@ -59,13 +59,13 @@ def einsum_moe(
         bfloat16 [T, H]; float32 if exact.
 
     Raises:
-        ValueError, TypeError: `weights` or `eplb` are not the config's.
+        ValueError, TypeError: an argument that is not the config's, see `mega_moe`.
     """
     check_weights(config, weights)
-    if eplb is not None:
-        check_map(config, eplb)
-    weights = unfold_biases(weights)
     tokens = (x, topk_ids, topk_weights, padding_mask)
+    dtypes = ("bfloat16", "float32") if exact else ("bfloat16",)
+    check_tokens(*tokens, eplb, config=config, dtypes=dtypes)
+    weights = unfold_biases(weights)
     split, rows = split_of(weights), split_of(tokens)
     y = _on_devices(tokens, weights, eplb, config=config, exact=exact, split=split)
     return y if rows is None else _as_rows(y, rows)

@@ -1,15 +1,18 @@
 """What enters the symmetric buffer: quantised tokens, their scales and the routing."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Bool, Float32, Int32
 
+from jax_megamoe import _checks
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.formats import RECIPES, Recipe
 from jax_megamoe.numerics.tokens import QuantizedTokens, quantize_tokens
-from jax_megamoe.routing.replicas import ReplicaMap, logical_ids, physical_ids
+from jax_megamoe.routing.replicas import ReplicaMap, check_ids, check_map, logical_ids, physical_ids
 
 
 @jax.tree_util.register_dataclass
@@ -28,6 +31,45 @@ class StagedTokens:
     topk_ids: Int32[Array, "tokens top_k"]
     topk_weights: Float32[Array, "tokens top_k"]
     shared_tokens: QuantizedTokens | None = None
+
+
+def check_tokens(
+    x: Any,
+    topk_ids: Any,
+    topk_weights: Any,
+    mask: Any,
+    eplb: Any,
+    *,
+    config: MoEConfig,
+    dtypes: Sequence[str] = ("bfloat16",),
+) -> None:
+    """Checks the arrays of a call that have a row a token, and the replica map.
+
+    Args:
+        x, topk_ids, topk_weights, mask, eplb: as `mega_moe` takes them.
+        config: the layer.
+        dtypes: that x may have.
+
+    Raises:
+        ValueError: shapes that do not fit, concrete ids out of range, a map that is not the
+            config's.
+        TypeError: not arrays, or a dtype that does not fit.
+    """
+    _checks.shape("x", x, ("num_tokens", config.hidden_size))
+    num_tokens = x.shape[0]
+    _checks.dtype("x", x, dtypes, "x.astype(jnp.bfloat16) rounds it")
+    for name, array, dtype in (
+        ("topk_ids", topk_ids, "int32"),
+        ("topk_weights", topk_weights, "float32"),
+    ):
+        _checks.shape(name, array, (num_tokens, config.top_k))
+        _checks.dtype(name, array, [dtype], f"{name}.astype(jnp.{dtype}) converts it")
+    if mask is not None:
+        _checks.shape("padding_mask", mask, (num_tokens,))
+        _checks.dtype("padding_mask", mask, ["bool"])
+    if eplb is not None:
+        check_map(config, eplb)
+    check_ids(topk_ids, config)
 
 
 def physical_routing(

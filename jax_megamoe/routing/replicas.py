@@ -133,6 +133,20 @@ def check_map(config: MoEConfig, replicas: Any, argument: str = "eplb") -> None:
         raise ValueError(_checks.message(names[1], "one expert in each slot", f"more in {shared}"))
 
 
+def check_ids(topk_ids: Any, config: MoEConfig) -> None:
+    """Raises ValueError for ids out of range in what this process holds of a concrete array;
+    tracers pass."""
+    if isinstance(topk_ids, Tracer):
+        return
+    shards = getattr(topk_ids, "addressable_shards", None)
+    parts = [topk_ids] if shards is None else [shard.data for shard in shards]
+    for ids in (np.asarray(part) for part in parts if part.size):
+        low, high = int(ids.min()), int(ids.max())
+        if low < -1 or high >= config.logical_experts:
+            expected = f"expert ids in [0, {config.logical_experts}), or -1 for unrouted"
+            raise ValueError(_checks.message("topk_ids", expected, f"ids from {low} to {high}"))
+
+
 def _is_readable(array: Any) -> bool:
     return getattr(array, "is_fully_addressable", True) or array.is_fully_replicated
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int32
 
 from jax_megamoe import _checks
-from jax_megamoe.config import MoEConfig
+from jax_megamoe.config import MoEConfig, check_config
 from jax_megamoe.mesh import gathered, has_explicit_axes
 from jax_megamoe.numerics.expert import count_tokens
 from jax_megamoe.routing.rebalance import imbalance
@@ -77,11 +77,13 @@ def moe_stats(
             that is not the config's.
         TypeError: a dtype that does not fit.
     """
+    check_config(config, MoEConfig)
     _checks.shape("topk_ids", topk_ids, ("num_tokens", config.top_k))
     _checks.dtype("topk_ids", topk_ids, ["int32"])
     num_tokens = topk_ids.shape[0]
     if padding_mask is not None:
         _checks.shape("padding_mask", padding_mask, (num_tokens,))
+        _checks.dtype("padding_mask", padding_mask, ["bool"])
     if eplb is not None:
         check_map(config, eplb)
     config.experts_per_rank(num_ranks)

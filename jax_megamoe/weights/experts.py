@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Float32
 
 from jax_megamoe import _checks
-from jax_megamoe.config import ExpertSpec
+from jax_megamoe.config import ExpertSpec, check_config
 from jax_megamoe.formats import GROUPED_LAYOUTS, WEIGHT_FORMATS, WeightFormat
 from jax_megamoe.mesh import by_rows, split_of, take_rows
 from jax_megamoe.numerics import quantization
@@ -23,6 +23,7 @@ from jax_megamoe.weights.params import (
     INTERLEAVE_8,
     ExpertMatrices,
     ExpertWeights,
+    check_kind,
     check_weights,
     default_layout,
 )
@@ -71,6 +72,7 @@ def quantize_experts(
             not fuse or of another size than S.
         TypeError: a wrong dtype.
     """
+    check_config(config, ExpertSpec)
     parts = dict(gate=gate, up=up, down=down)
     experts = _num_experts(config, gate)
     _check_parts(parts, (experts,), config.intermediate_size, config.hidden_size)
@@ -285,6 +287,8 @@ def dequantize_experts(config: ExpertSpec, weights: ExpertWeights) -> Matrices:
         gate [E, I, H], up [E, I, H] and down [E, H, I], E the physical experts in `weights`, on the
         devices of their parameters.
     """
+    check_config(config, ExpertSpec)
+    check_kind(weights)
     if weights.layout in GROUPED_LAYOUTS:
         weights = from_grouped(weights)
     weights = unfold_biases(weights)

@@ -31,7 +31,7 @@ from jax_megamoe.formats import GROUPED_LAYOUTS
 from jax_megamoe.mesh import by_rows
 from jax_megamoe.plan.folding import COLUMNS, unfoldable
 from jax_megamoe.weights.layout import UTCCP
-from jax_megamoe.weights.params import ExpertWeights, check_weights
+from jax_megamoe.weights.params import ExpertWeights, check_kind, check_weights
 
 _GROUP = 32
 """Columns under one scale in MXFP4 and MXFP8, a scale byte for each."""
@@ -196,6 +196,7 @@ def unfold_biases(weights: ExpertWeights) -> ExpertWeights:
 
     The columns are 0 then, under the scales of the columns before them.
     """
+    check_kind(weights)
     if not weights.folds_biases:
         return weights
     plain = by_rows(_unfolded, _first(weights), form=weights.format, column=_last(weights))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jax_megamoe import _checks
-from jax_megamoe.config import ExpertSpec, MoEConfig
+from jax_megamoe.config import ExpertSpec, MoEConfig, check_config
 from jax_megamoe.formats import (
     GROUPED_LAYOUTS,
     INTERLEAVE_8,
@@ -179,7 +179,7 @@ def layout_of(config: ExpertSpec, routed: ExpertMatrices) -> str:
         routed: all experts or one rank's.
 
     Raises:
-        ValueError: shapes of none of the config's layouts.
+        ValueError: dtypes or shapes of none of the config's layouts.
     """
     arrays = routed.arrays()
     names = [name for name in ("w13_weight", "w13_weight_scale", "w2_weight") if name in arrays]
@@ -193,8 +193,8 @@ def layout_of(config: ExpertSpec, routed: ExpertMatrices) -> str:
         )
         if all(fits) and ("w13_weight_scale" in wanted) == ("w13_weight_scale" in arrays):
             return layout
-    got = ", ".join(f"{name} {list(arrays[name].shape)}" for name in names)
-    expected = f"shapes of one of the layouts {list(known_layouts(config))}"
+    got = ", ".join(f"{name} {arrays[name].dtype} {list(arrays[name].shape)}" for name in names)
+    expected = f"dtypes and shapes of one of the layouts {list(known_layouts(config))}"
     raise ValueError(_checks.message("the layer's parameters", expected, got))
 
 
@@ -283,6 +283,13 @@ def _matrix(name: str, spec: WeightSpec, lead: tuple[int, ...], n: int, k: int) 
     return shapes
 
 
+def check_kind(weights: object) -> None:
+    """Raises TypeError unless `weights` are an `ExpertWeights`."""
+    if not isinstance(weights, ExpertWeights):
+        expected = "an ExpertWeights (from quantize_experts or load_experts)"
+        raise TypeError(_checks.message("weights", expected, type(weights).__name__))
+
+
 def check_weights(
     config: ExpertSpec, weights: ExpertWeights, num_experts: int | None = None
 ) -> None:
@@ -295,11 +302,10 @@ def check_weights(
 
     Raises:
         ValueError: another format, an unknown layout, a missing, superfluous or misshaped field.
-        TypeError: not an ExpertWeights, or a field of another dtype.
+        TypeError: not a config, not an ExpertWeights, or a field of another dtype.
     """
-    if not isinstance(weights, ExpertWeights):
-        expected = "an ExpertWeights (from quantize_experts or load_experts)"
-        raise TypeError(_checks.message("weights", expected, type(weights).__name__))
+    check_config(config, ExpertSpec)
+    check_kind(weights)
     if weights.format != config.weight_format.name:
         raise ValueError(
             _checks.message(

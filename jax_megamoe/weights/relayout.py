@@ -21,7 +21,7 @@ from jax_megamoe.weights import layout as layouts
 from jax_megamoe.weights.experts import ROUNDED, counted
 from jax_megamoe.weights.folded_biases import unfold_biases
 from jax_megamoe.weights.packed import PACKED_LAYOUTS
-from jax_megamoe.weights.params import W13_ROWS, ExpertWeights
+from jax_megamoe.weights.params import W13_ROWS, ExpertWeights, check_kind
 from jax_megamoe.weights.regroup import from_grouped, to_grouped
 
 
@@ -48,6 +48,7 @@ def to_layout(weights: ExpertWeights, layout: str) -> ExpertWeights:
     Raises:
         ValueError: an unknown layout, or one that the format has not.
     """
+    check_kind(weights)
     _checks.one_of("layout", layout, (*layouts.W13_LAYOUTS, *GROUPED_LAYOUTS))
     if layout == weights.layout:
         return weights

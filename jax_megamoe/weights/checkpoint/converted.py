@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from jax_megamoe import _checks
 from jax_megamoe._files import replaced
-from jax_megamoe.config import ExpertSpec, MoEConfig
+from jax_megamoe.config import ExpertSpec, MoEConfig, check_config
 from jax_megamoe.formats import GROUPED_LAYOUTS
 from jax_megamoe.weights.checkpoint.buffers import Placement, place
 from jax_megamoe.weights.checkpoint.header import DTYPES, StoredTensor, read_header
@@ -112,6 +112,7 @@ def load_converted(
         TypeError: a parameter of another dtype.
         FileNotFoundError: no such file.
     """
+    check_config(config, ExpertSpec)
     path = Path(path)
     tensors, metadata = read_header(path)
     layout = default_layout(config)
