@@ -10,8 +10,37 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jax_megamoe import _checks
+
 Axis = str | tuple[str, ...]
 """One mesh axis, or several that are taken together, the last varying fastest."""
+
+
+def check_mesh(mesh: object, **axes: object) -> None:
+    """Checks the kinds of a mesh and of axes under their names; None is right for each.
+
+    Raises:
+        TypeError: no mesh, or an axis that is neither a name nor several.
+    """
+    if not isinstance(mesh, Mesh | AbstractMesh | None):
+        raise TypeError(_checks.message("mesh", "a jax.sharding.Mesh", type(mesh).__name__))
+    for argument, axis in axes.items():
+        names = axis if isinstance(axis, tuple | list) else () if axis is None else (axis,)
+        if not all(isinstance(name, str) for name in names):
+            expected = "the name of a mesh axis, or a tuple of names"
+            raise TypeError(_checks.message(argument, expected, repr(axis)))
+
+
+def mesh_here(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
+    """The mesh that a call with this one works on; None: the current one.
+
+    Inside `shard_map` over some axes of a mesh JAX takes that mesh as it is there, not the one
+    with devices.
+    """
+    context = jax.sharding.get_abstract_mesh()
+    if mesh is None or (context.manual_axes and context.shape == mesh.shape):
+        return context
+    return mesh
 
 
 def axis_names(axis: Axis | None) -> tuple[str, ...]:
@@ -59,9 +88,15 @@ def reshard(tree: Any, mesh: Mesh | AbstractMesh, specs: Any) -> Any:
     """
     if not has_explicit_axes(mesh):
         return tree
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+
+    def explicit(entry: Any) -> tuple[str, ...]:
+        return tuple(name for name in axis_names(entry) if kinds[name] == AxisType.Explicit)
 
     def each(spec: PartitionSpec, arrays: Any) -> Any:
-        return jax.tree.map(lambda a: jax.reshard(a, NamedSharding(mesh, spec)), arrays)
+        # On a mesh of both kinds, reshard takes the Explicit axes alone.
+        sharding = NamedSharding(mesh, PartitionSpec(*map(explicit, spec)))
+        return jax.tree.map(lambda a: jax.reshard(a, sharding), arrays)
 
     return jax.tree.map(each, specs, tree, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
 

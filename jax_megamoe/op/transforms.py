@@ -22,7 +22,7 @@ from jax_megamoe.config import MoEConfig
 from jax_megamoe.formats import RECIPES
 from jax_megamoe.launch import deep_gemm
 from jax_megamoe.launch.grouped import GroupedRoute
-from jax_megamoe.mesh import Axis, axis_names, reshard, vary, varying_axes
+from jax_megamoe.mesh import Axis, axis_names, check_mesh, mesh_here, reshard, vary, varying_axes
 from jax_megamoe.numerics import expert
 from jax_megamoe.numerics.tokens import quantize_tokens
 from jax_megamoe.op import bias_columns, grouped, reference, xla
@@ -88,9 +88,11 @@ def place_of(
     """Where a call with this mesh and axis runs.
 
     Raises:
+        TypeError: no mesh, or axes that are not names.
         ValueError: a mesh or token axes without an axis, an axis that no mesh has, token axes
             without the axis among them, experts that do not divide.
     """
+    check_mesh(mesh, axis=axis, token_axes=token_axes)
     if axis is None:
         if mesh is not None or token_axes is not None:
             raise ValueError(_checks.message("axis", "the expert-parallel axis of the mesh", None))
@@ -98,7 +100,7 @@ def place_of(
     names = axis_names(axis)
     context = jax.sharding.get_abstract_mesh()
     inside = bool(names) and set(names) <= set(context.manual_axes)
-    used = context if mesh is None else mesh
+    used = mesh_here(mesh)
     sizes = _sizes("axis", axis, used)
     num_ranks = math.prod(sizes)
     config.experts_per_rank(num_ranks)
@@ -141,16 +143,21 @@ def run(tokens: Tokens, parameters: Parameters, *, call: Call) -> Result:
     """(y, tokens of each expert), the second for `with_stats` alone."""
     place = call.place
     if tokens.x.shape[0] == 0:
-        weight = parameters.weights.routed.w13_weight
-        zero = expert.varying_zero(tokens.x, weight).astype(jnp.int32)
-        counts = jnp.zeros(weight.shape[:1], jnp.int32) + zero
-        return tokens.x, counts if call.with_stats else None
+        return tokens.x, _no_counts(tokens, parameters) if call.with_stats else None
     if place.axis is not None and not place.inside:
         mesh = place.mesh
         assert mesh is not None
         tokens = reshard(tokens, mesh, P(place.token_axes))
         parameters = reshard(parameters, mesh, parameters.partition_specs(place.axis))
     return _differentiable(_varying_alike(tokens, parameters), parameters, call)
+
+
+def _no_counts(tokens: Tokens, parameters: Parameters) -> Int32[Array, " experts"]:
+    """Counts of a call without tokens, split as the experts are and varying as x and they do."""
+    weight = parameters.weights.routed.w13_weight
+    # Computed from them: without operands on its devices JAX refuses an array over Explicit axes.
+    firsts = weight[:, *[0] * (weight.ndim - 1)].astype(jnp.float32)
+    return vary(jnp.where(jnp.isnan(firsts), 0, 0), varying_axes(tokens.x))
 
 
 def _varying_alike(tokens: Tokens, parameters: Parameters) -> Tokens:
