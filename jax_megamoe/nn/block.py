@@ -294,13 +294,13 @@ class MegaMoEBlock(nnx.Module):
                 per_token[argument] = reshape_rows(array, (num_tokens,))
         rows = reshape_rows(x, (num_tokens, self.hidden_size))
         with jax.named_scope("mega_moe_block/router"):
-            place = self.experts.place()
+            place = self.experts.place
             routing = self.router(rows, **per_token, place=place)
         mask, weighs = per_token["padding_mask"], self.router.settings.weighs_input
         inputs, given = weighed(rows, routing) if weighs else (rows, routing)
         y, counts = self.experts.counted(
-            Tokens(widened(inputs, self.config), *given, mask),
-            eplb,
+            tokens=Tokens(widened(inputs, self.config), *given, mask),
+            eplb=eplb,
             shared_experts=None if self.shared_expert is None or weighs else self._shared,
             with_stats=return_stats,
             name=name,

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, BFloat16, Bool, Float32, Int32
 
 from jax_megamoe import _checks
-from jax_megamoe.config import MoEConfig
+from jax_megamoe.config import MoEConfig, check_config
 from jax_megamoe.formats import GROUPED_LAYOUTS, INTERLEAVE_8
 from jax_megamoe.mesh import Axis, current_mesh
 from jax_megamoe.nn.storage import layout_here
@@ -23,7 +23,13 @@ from jax_megamoe.routing.replicas import ReplicaMap, check_map, initial_map, pla
 from jax_megamoe.weights.checkpoint.load import Pairs, reload_experts
 from jax_megamoe.weights.drawn import random_experts
 from jax_megamoe.weights.folded_biases import fold_biases, with_free_columns
-from jax_megamoe.weights.params import ExpertWeights, check_weights, default_layout, layout_of
+from jax_megamoe.weights.params import (
+    ExpertWeights,
+    check_kind,
+    check_weights,
+    default_layout,
+    layout_of,
+)
 from jax_megamoe.weights.relayout import to_layout
 
 
@@ -88,6 +94,9 @@ class MegaMoE(nnx.Module):
             ValueError: neither weights nor rngs, weights or a map that are not the config's, a mesh
                 without the axis, or experts that do not divide by its ranks.
         """
+        check_config(config, MoEConfig)
+        if weights is not None:
+            check_kind(weights)
         spread = current_mesh(axis) if mesh is None else mesh
         if spread is not None:
             place_of(config, spread, axis, token_axes)
@@ -102,10 +111,7 @@ class MegaMoE(nnx.Module):
             adds_biases=adds_biases and not folds_biases,
         )
         if weights is None:
-            if rngs is None:
-                expected = "an ExpertWeights, or rngs to draw them"
-                raise ValueError(_checks.message("weights", expected, None))
-            key = rngs.params()
+            key = _drawn_key(rngs)
             drawn = INTERLEAVE_8 if layout in GROUPED_LAYOUTS else layout
             weights = random_experts(
                 config, key, layout=drawn, has_biases=has_biases, mesh=spread, axis=axis
@@ -225,22 +231,27 @@ class MegaMoE(nnx.Module):
         """
         tokens = Tokens(x, topk_ids, topk_weights, padding_mask)
         options = dict(shared_experts=shared_experts, with_stats=return_stats, name=name)
-        return narrowed(self.counted(tokens, eplb, **options))
+        return narrowed(self.counted(tokens=tokens, eplb=eplb, **options))
 
-    def counted(self, tokens: Tokens, eplb: ReplicaMap | None, **options: Any) -> Result:
-        """The layer's call, as a pair whether or not it counts; options of `op.mega_moe.call`."""
+    def counted(self, *, tokens: Tokens, eplb: ReplicaMap | None, **options: Any) -> Result:
+        """The layer's call, as a pair whether or not it counts; options of `op.mega_moe.call`.
+
+        Keywords alone: `nnx.tabulate` prints no NamedTuple among positional arguments.
+        """
         return call(
             tokens,
             Parameters(self.weights, self.eplb if eplb is None else eplb),
             config=self.config,
-            place=self.place(),
+            place=self.place,
             implementation=self.implementation,
             pads=True,
             **options,
         )
 
+    @property
     def place(self) -> Place:
-        """Where a call of the layer runs."""
+        """Where a call of the layer runs. (A property: `nnx.tabulate` traces methods, whose results
+        must be arrays.)"""
         return place_of(self.config, self.mesh, self.axis, self.token_axes)
 
     def replace(self, weights: ExpertWeights, eplb: ReplicaMap | None = None) -> None:
@@ -328,7 +339,7 @@ class MegaMoE(nnx.Module):
             raise ValueError(_checks.message("placement and loads", "one of the two", got))
         if loads is not None:
             _checks.shape("loads", np.asarray(loads), (self.config.logical_experts,))
-            placement = solve_placement(loads, self.config.num_experts, self.place().num_ranks)
+            placement = solve_placement(loads, self.config.num_experts, self.place.num_ranks)
         assert placement is not None
         mesh = self.used_mesh
         if isinstance(mesh, AbstractMesh):
@@ -368,3 +379,13 @@ class MegaMoE(nnx.Module):
                 setattr(self, name, nnx.data(variable))
             else:
                 put(variable, array)
+
+
+def _drawn_key(rngs: object) -> Array:
+    """A key of the ``params`` stream."""
+    if rngs is None:
+        expected = "an ExpertWeights, or rngs to draw them"
+        raise ValueError(_checks.message("weights", expected, None))
+    if not isinstance(rngs, nnx.Rngs):
+        raise TypeError(_checks.message("rngs", "an nnx.Rngs(seed)", type(rngs).__name__))
+    return rngs.params()

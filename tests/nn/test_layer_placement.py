@@ -107,11 +107,41 @@ def test_a_block_with_tokens_over_several_axes(kind: AxisType) -> None:
     np.testing.assert_array_equal(host(jitted(spread, x)), host(jitted(single(), x)))
 
 
+@pytest.mark.parametrize("given", ["mesh", "axis"])
+@KINDS
+def test_inside_shard_map_over_a_data_axis(kind: AxisType, given: str) -> None:
+    """The caller's data parallelism; the layer's mesh is the one outside."""
+    cfg, mesh = cases.config("mxfp8"), grid(2, 4, kind)
+    weights, inputs = cases.weights(cfg), cases.tokens(cfg, TOKENS)
+    place = dict(axis="ep") if given == "axis" else dict(mesh=mesh, axis="ep")
+    call = functools.partial(mm.mega_moe, config=cfg, implementation="xla", **place)
+    split = jax.device_put(inputs, NamedSharding(mesh, P("data")))
+    with jax.set_mesh(mesh):
+        weights = jax.device_put(weights, NamedSharding(mesh, P()))
+        specs = dict(in_specs=(*[P("data")] * 3, P()), out_specs=P("data"), axis_names={"data"})
+        y = jax.jit(jax.shard_map(call, **specs))(*split, weights)
+    want = mm.mega_moe(*inputs, cases.weights(cfg), config=cfg, implementation="xla")
+    np.testing.assert_array_equal(host(y), host(want))
+
+
+@pytest.mark.parametrize(
+    "kinds", [(AxisType.Explicit, AxisType.Auto), (AxisType.Auto, AxisType.Explicit)]
+)
+def test_a_mesh_with_axes_of_both_kinds(kinds: tuple[AxisType, AxisType]) -> None:
+    cfg = cases.config("mxfp8")
+    mesh = jax.make_mesh((2, 4), ("data", "ep"), axis_types=kinds)
+    weights, inputs = cases.weights(cfg), cases.tokens(cfg, TOKENS)
+    want = mm.mega_moe(*inputs, weights, config=cfg, implementation="xla")
+    call = functools.partial(mm.mega_moe, config=cfg, implementation="xla", mesh=mesh)
+    for options in (dict(axis="ep", token_axes=("data", "ep")), dict(axis=("data", "ep"))):
+        np.testing.assert_array_equal(host(call(*inputs, weights, **options)), host(want))
+
+
 # Any batch.
 
 
 @KINDS
-@pytest.mark.parametrize("num_tokens", [1, 4, 27])
+@pytest.mark.parametrize("num_tokens", [0, 1, 4, 27])
 def test_any_number_of_tokens(num_tokens: int, kind: AxisType) -> None:
     """Layer and block, with stats, a mask, a function as shared expert, and a captured routing."""
     cfg = cases.config("mxfp8", num_logical_experts=12)
@@ -187,6 +217,18 @@ def test_the_current_mesh_counts_when_a_block_is_made(kind: AxisType) -> None:
     np.testing.assert_array_equal(host(y), host(jitted(single(), x)))
     assert len(spread.experts.weights.routed.w13_weight.sharding.device_set) == 8
     assert len(spread.router.weight.get_value().sharding.device_set) == 8
+
+
+@KINDS
+def test_a_fused_shared_expert_is_drawn_on_every_device(kind: AxisType) -> None:
+    """Of a mesh that is given, not the current one."""
+    cfg, mesh = cases.config("bf16", num_shared_experts=1), cases.ep_mesh(8, kind)
+    want = mm.MegaMoE(cfg, rngs=nnx.Rngs(0)).weights.shared
+    got = mm.MegaMoE(cfg, rngs=nnx.Rngs(0), mesh=mesh, axis="ep").weights.shared
+    assert want is not None and got is not None
+    for name, array in got.arrays().items():
+        np.testing.assert_array_equal(host(array), host(want.arrays()[name]), name)
+        assert array.sharding.is_fully_replicated and len(array.sharding.device_set) == 8
 
 
 PEAK = """

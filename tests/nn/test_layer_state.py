@@ -103,6 +103,28 @@ def test_arrays_of_either_order_move_into_a_layer_of_the_other(
     np.testing.assert_array_equal(np.asarray(traced, np.float32), want)
 
 
+def test_a_state_of_another_dtype_is_refused() -> None:
+    target = mm.MegaMoE(cases.config("bf16"), cases.weights(cases.config("bf16")))
+    nnx.update(target, jax.tree.map(lambda a: a.astype(jnp.float32), nnx.state(target)))
+    message = r"expected dtypes and shapes of one .* \['interleave8'\], got w13_weight float32"
+    with pytest.raises(ValueError, match=message):
+        _ = target.weights
+
+
+def test_tabulate() -> None:
+    """Flax traces every public method for it: a table, and a layer that works as before."""
+    cfg = cases.config("bf16")
+    moe, inputs = mm.MegaMoE(cfg, cases.weights(cfg)), cases.tokens(cfg, TOKENS)
+    want = np.asarray(moe(*inputs), np.float32)
+    table = nnx.tabulate(moe, *inputs, console_kwargs=dict(width=200))
+    assert "w13_weight: bfloat16" in table.replace("\x1b[2m", "").replace("\x1b[0m", "")
+    router = mm.Router(num_experts=16, top_k=4)
+    block = mm.MegaMoEBlock(cfg, router, shared_size=128, rngs=nnx.Rngs(0))
+    table = nnx.tabulate(block, inputs[0], console_kwargs=dict(width=200))
+    assert "MegaMoEBlock Summary" in table and "router" in table
+    np.testing.assert_array_equal(np.asarray(moe(*inputs), np.float32), want)
+
+
 def alone(state: dict[str, Any]) -> dict[str, Any]:
     return dict(w13_weight=state["routed"]["w13_weight"])
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import cases
 import jax
@@ -55,7 +55,7 @@ ARRAYS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"topk_ids": np.asarray(IDS, np.int64)},
         TypeError,
-        r"topk_ids: expected dtype int32, got int64",
+        r"topk_ids: expected dtype int32, got int64; topk_ids.astype\(jnp.int32\) converts it",
     ),
     (
         {"topk_weights": FACTORS[:, 0]},
@@ -100,6 +100,75 @@ ARRAYS: list[tuple[dict[str, Any], type[Exception], str]] = [
         r"got 'triton'",
     ),
 ]
+
+
+ROWS = {"x", "topk_ids", "topk_weights", "padding_mask"}
+
+KINDS: list[tuple[dict[str, Any], str]] = [
+    (dict(cfg=None), "config: expected a jax_megamoe.MoEConfig, got NoneType"),
+    (dict(weights=None), "weights: expected an ExpertWeights .*, got NoneType"),
+    (dict(mesh="ep", axis="ep"), "mesh: expected a jax.sharding.Mesh, got str"),
+    (dict(axis=0), "axis: expected the name of a mesh axis, or a tuple of names, got 0"),
+    (dict(axis="ep", token_axes=("ep", 1)), r"token_axes: expected .*, got \('ep', 1\)"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), KINDS)
+def test_arguments_of_another_kind(changes: dict[str, Any], message: str) -> None:
+    options = dict(x=X, topk_ids=IDS, topk_weights=FACTORS, weights=cases.weights(CONFIG))
+    options |= dict(config=changes.pop("cfg", CONFIG)) | changes
+    with pytest.raises(TypeError, match=f"^{message}$"):
+        mm.mega_moe(**options)
+
+
+def test_configs_and_weights_of_another_kind() -> None:
+    """Of the other public functions."""
+    weights, matrices = cases.weights(CONFIG), cases.float_matrices(CONFIG)["routed"]
+    spec = "config: expected a jax_megamoe.ExpertSpec, got NoneType"
+    config, none = "config: expected a jax_megamoe.MoEConfig, got NoneType", cast(Any, None)
+    calls: list[tuple[Any, str]] = [
+        (lambda: mm.quantize_experts(none, *matrices), spec),
+        (lambda: mm.dequantize_experts(none, weights), spec),
+        (lambda: mm.save_experts("never", none, weights), spec),
+        (lambda: mm.load_converted("never", none), spec),
+        (lambda: mm.load_experts(none, {}, prefix="p"), spec),
+        (lambda: mm.einsum_moe(X, IDS, FACTORS, weights, config=none), spec),
+        (lambda: mm.check_supported(none, jax.devices()[0]), config),
+        (lambda: mm.allocate_buffers(none), config),
+        (lambda: mm.moe_stats(IDS, config=none), config),
+        (lambda: mm.MegaMoE(none, weights), config),
+        (lambda: mm.MegaMoE(CONFIG, cast(Any, CONFIG)), "weights: expected an ExpertWeights"),
+        (lambda: mm.dequantize_experts(CONFIG, none), "weights: expected an ExpertWeights"),
+        (lambda: mm.to_layout(none, "interleave8"), "weights: expected an ExpertWeights"),
+        (lambda: mm.unfold_biases(none), "weights: expected an ExpertWeights"),
+        (
+            lambda: mm.MegaMoE(CONFIG, rngs=cast(Any, 0)),
+            r"rngs: expected an nnx.Rngs\(seed\), got int",
+        ),
+    ]
+    for function, message in calls:
+        with pytest.raises(TypeError, match=f"^{message}"):
+            function()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"), [each for each in ARRAYS if each[0].keys() <= ROWS]
+)
+def test_einsums_take_no_other_arrays(
+    changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    """What the layer is compared with: an array that broadcasts would make it another truth."""
+    arrays = dict(x=X, topk_ids=IDS, topk_weights=FACTORS, weights=cases.weights(CONFIG))
+    with pytest.raises(error, match=f"^{message}"):
+        mm.einsum_moe(**(arrays | changes), config=CONFIG)
+
+
+def test_exact_einsums_take_float32() -> None:
+    wide = X.astype(jnp.float32)
+    tokens, weights = (IDS, FACTORS), cases.weights(CONFIG)
+    want = mm.einsum_moe(X, *tokens, weights, config=CONFIG, exact=True)
+    got = mm.einsum_moe(wide, *tokens, weights, config=CONFIG, exact=True)
+    np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize(("changes", "error", "message"), ARRAYS)
