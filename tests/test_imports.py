@@ -19,7 +19,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ROOMS = {
     "_checks": ("", ""),
     "_files": ("_checks", ""),
-    "mesh": ("", ""),
+    "mesh": ("_checks", ""),
     "formats": ("_checks", ""),
     "config": ("_checks formats", ""),
     "numerics": ("_checks config formats", "elements quantization expert tokens"),

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jax_megamoe import _checks
 from jax_megamoe._files import aligned
-from jax_megamoe.config import ExpertSpec
+from jax_megamoe.config import ExpertSpec, check_config
 from jax_megamoe.mesh import axis_names
 from jax_megamoe.weights import layout as layouts
 from jax_megamoe.weights.checkpoint.dialects import SHARED
@@ -101,7 +101,9 @@ def place(
     Raises:
         ValueError: a mesh without an axis or the reverse, an axis that the mesh has not, experts
             that do not divide by it, or ids in `physical_to_logical` out of range.
+        TypeError: a config of another kind.
     """
+    check_config(config, ExpertSpec)
     if (mesh is None) != (axis is None):
         got = f"mesh {'None' if mesh is None else 'given'}, axis {axis!r}"
         raise ValueError(_checks.message("mesh and axis", "both or neither", got))

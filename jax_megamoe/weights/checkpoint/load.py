@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_megamoe import _checks
-from jax_megamoe.config import ExpertSpec, check_config
+from jax_megamoe.config import ExpertSpec
 from jax_megamoe.formats import GROUPED_LAYOUTS, INTERLEAVE_8, WEIGHT_FORMATS, WeightFormat
 from jax_megamoe.weights.checkpoint.buffers import ParameterBuffers, place, placement_of
 from jax_megamoe.weights.checkpoint.dialects import SHARED, Dialect, Role
@@ -191,7 +191,6 @@ class ExpertLoader:
         physical_to_logical: np.ndarray | None = None,
         layout: str | None = None,
     ) -> None:
-        check_config(config, ExpertSpec)
         self._config = config
         self._prefix = prefix
         placement = place(config, mesh, axis, physical_to_logical)
