@@ -92,6 +92,7 @@ def test_replicas_biases_and_input_scales_are_split_as_the_matrices(kind: AxisTy
     [
         ("nvfp4", "interleave8", EXPLICIT),
         ("nvfp4", "interleave8", AUTO),
+        ("nvfp4", "flashinfer_nvfp4", EXPLICIT),
         ("mxfp4", "flashinfer_mxfp4", EXPLICIT),
         ("mxfp8", "humming_bf16", EXPLICIT),
     ],

@@ -135,7 +135,8 @@ def check_finite(name: str, array: Array) -> None:
 def _input_scales(scales: Array | None, like: Array) -> Array:
     """The scales, on the devices of the scales `like`."""
     if scales is None:
-        return jnp.zeros_like(like)
+        # By rows: traced over Explicit axes, zeros_like alone is not split from JAX 0.12 on.
+        return by_rows(jnp.zeros_like, like)
     _checks.shape("w2_input_scale", scales, like.shape)
     _checks.dtype("w2_input_scale", scales, ["float32"])
     check_finite("w2_input_scale", scales)

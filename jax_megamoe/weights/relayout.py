@@ -87,7 +87,7 @@ def _repacked(weights: ExpertWeights, layout: str) -> ExpertWeights:
     )
     fields |= dict(made, w2_input_scale=None)
     if weights.format == "nvfp4" and layout not in PACKED_LAYOUTS:
-        fields["w2_input_scale"] = jnp.zeros_like(made["w2_weight_scale_2"])
+        fields["w2_input_scale"] = by_rows(jnp.zeros_like, made["w2_weight_scale_2"])
     if weights.routed.w13_bias is not None:
         bias = dict(w13_bias=weights.routed.w13_bias)
         fields |= by_rows(_moved_rows, bias, old=weights.layout, new=layout)
