@@ -30,7 +30,7 @@ SHOWN = {
     "generate.py": [
         r"^8 sequences of 16 tokens over 8 devices$",
         r"^first:( \d+){16}$",
-        r"^the same on one device: True$",
+        r"^the same one by one on one device: True$",
     ],
     "serve_layer.py": [
         r"^64 steps, compiles: 1$",
