@@ -107,11 +107,12 @@ def filled_up(
 
 
 def tokens(cfg: mm.MoEConfig, num_tokens: int, seed: int = 2) -> tuple[jax.Array, ...]:
-    """x, topk_ids and topk_weights: rows of different size, one of zeros; distinct random ids."""
+    """x, topk_ids and topk_weights: rows of different size, one of several of zeros; random ids."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((num_tokens, cfg.hidden_size))
     x *= 2.0 ** rng.uniform(-3, 2, (num_tokens, 1))
-    x[num_tokens // 2 : num_tokens // 2 + 1] = 0
+    if num_tokens > 1:
+        x[num_tokens // 2] = 0
     order = np.argsort(rng.random((num_tokens, cfg.logical_experts)), axis=1)
     topk_weights = rng.random((num_tokens, cfg.top_k))
     return (

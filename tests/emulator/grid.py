@@ -159,12 +159,12 @@ def forms_of_tiles() -> Iterator[Cell]:
 def few_rows() -> Iterator[Cell]:
     """Calls on Hopper whose products of BF16 inputs have few tiles: deep ones that are cut along K,
     then uncut ones of which two and three run on a multiprocessor."""
-    for form in ("mxfp4", "mxfp8"):
+    for form in ("mxfp4_bf16", "mxfp8"):
         cell = functools.partial(Cell, form, GROUPED, arch=90, top_k=4)
-        yield cell(tokens=1, num_sms=32, delay=0.7)
+        yield cell(tokens=1, hidden=2048, num_sms=96, delay=0.7)
         yield cell(tokens=1, intermediate=2304, num_sms=96, biases=True, activation="gpt_oss")
         yield cell(tokens=1, intermediate=2304, num_sms=48)
-        yield cell(tokens=4, num_sms=64, delay=0.7, seed=3)
+        yield cell(tokens=4, hidden=2048, num_sms=64, delay=0.7, seed=3)
         yield cell(tokens=1, num_sms=8)
 
 

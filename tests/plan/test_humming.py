@@ -335,3 +335,6 @@ def test_waves_of_other_formats():
         (True, True),
     ]
     assert not replace(wide, arch=80).cuts
+    # Where second inputs are quantised, a first product in parts would move their codes.
+    quantised = replace(wide, activations="mxfp8")
+    assert [quantised.tiles(w2).stream_k for w2 in (False, True)] == [False, True]
