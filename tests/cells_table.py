@@ -244,7 +244,9 @@ def _grouped(recipe: mm.Recipe) -> str:
         if (cell.form, source) == (recipe.name, "humming")
     ]
     executed = {int(found[1]) for r in records if (found := re.search(r"arch=(\d+)", r["cell"]))}
-    if executed:
+    if any("wrong" in record for record in records):
+        said.append("wrong in the emulator")
+    elif executed:
         error = f"error up to {_largest_error(records):.0e}"
         said.append(f"{EXECUTED} for {_capabilities(executed)} ({error})")
     recorded = {
