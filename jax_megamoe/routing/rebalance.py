@@ -35,9 +35,20 @@ def record_loads(
 
     Returns:
         ``loads * decay`` plus the tokens of all replicas of each expert.
+
+    Raises:
+        ValueError: `loads` not one a logical expert of the map; fewer counts than logical experts,
+            as those of another layer.
+        TypeError: no arrays.
     """
-    counts = gathered(counts)
     slots = replicas.logical_to_physical
+    num_logical = slots.shape[0]
+    _checks.shape("loads", loads, (num_logical,))
+    _checks.shape("counts", counts, ("num_experts",))
+    if counts.shape[0] < num_logical:
+        expected = f"a count of each physical expert, at least {num_logical}"
+        raise ValueError(_checks.message("counts", expected, counts.shape[0]))
+    counts = gathered(counts)
     used = jnp.arange(slots.shape[1], dtype=jnp.int32)[None] < replicas.num_replicas[:, None]
     used &= (slots >= 0) & (slots < counts.shape[0])
     of_slots = jnp.where(used, counts[jnp.where(used, slots, 0)], 0)

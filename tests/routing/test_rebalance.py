@@ -1,5 +1,6 @@
 """Recording loads, solving for a placement, and moving the experts of a running layer."""
 
+import re
 from typing import Any
 
 import cases
@@ -131,6 +132,22 @@ def test_recorded_loads_fade() -> None:
     np.testing.assert_array_equal(first, [7, 11])
     again = mm.record_loads(first, jnp.asarray([1, 0, 0], jnp.int32), replicas, decay=0.5)
     np.testing.assert_array_equal(again, [3.5, 6.5])
+
+
+@pytest.mark.parametrize(
+    ("loads", "counts", "text"),
+    [
+        ((1,), (3,), "loads: expected shape [2], got shape [1]"),
+        ((2,), (1,), "counts: expected a count of each physical expert, at least 2, got 1"),
+        ((2,), (1, 3), "counts: expected shape [num_experts], got shape [1, 3]"),
+    ],
+)
+def test_loads_of_another_layer_are_refused(
+    loads: tuple[int, ...], counts: tuple[int, ...], text: str
+) -> None:
+    replicas = mm.replica_map(np.asarray([1, 0, 1]), 2)
+    with pytest.raises(ValueError, match=re.escape(text)):
+        mm.record_loads(jnp.zeros(loads), jnp.ones(counts, jnp.int32), replicas)
 
 
 def test_rank_loads_and_imbalance() -> None:

@@ -105,6 +105,9 @@ class Dialect:
     """
 
     def __init__(self, prefix: str, num_experts: int, *, shared: bool) -> None:
+        if not isinstance(prefix, str):
+            expected = "where the experts' names begin, such as 'model.layers.3.mlp.experts'"
+            raise TypeError(_checks.message("prefix", expected, repr(prefix)))
         self.prefix = prefix.rstrip(".")
         self._num_experts = num_experts
         parent = self.prefix.rpartition(".")[0]

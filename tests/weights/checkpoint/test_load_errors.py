@@ -445,3 +445,12 @@ def test_quantization_config_that_does_not_run(folder: Path) -> None:
     (folder / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json: expected JSON, got"):
         load(folder)
+
+
+def test_a_prefix_that_is_no_text_is_named() -> None:
+    text = (
+        "prefix: expected where the experts' names begin, such as 'model.layers.3.mlp.experts', "
+        "got None"
+    )
+    with pytest.raises(TypeError, match=re.escape(text)):
+        load_experts(make_config(), {}, prefix=None)  # pyright: ignore[reportArgumentType]
