@@ -100,7 +100,8 @@ def place_of(
     names = axis_names(axis)
     context = jax.sharding.get_abstract_mesh()
     inside = bool(names) and set(names) <= set(context.manual_axes)
-    used = mesh_here(mesh)
+    # Inside, the axis is there already, and a named mesh has the devices that a kernel's ranks are.
+    used = mesh if inside and mesh is not None else mesh_here(mesh)
     sizes = _sizes("axis", axis, used)
     num_ranks = math.prod(sizes)
     config.experts_per_rank(num_ranks)

@@ -196,7 +196,7 @@ def test_reserved_sms_may_be_any_of_the_device(stand_in, offset):
 def test_wrong_kernel_is_a_failure_with_its_cell(stand_in, monkeypatch):
     needs("sgl")
     cell = Cell("mxfp4", "sgl")
-    monkeypatch.setattr(cells, "limit", lambda _: cells.tolerances.Agreement(-1.0, -1.0))
+    monkeypatch.setattr(cells, "limit", lambda *_: cells.tolerances.Agreement(-1.0, -1.0))
     with pytest.raises(cells.CellFailure, match="sgl mxfp4: Outcome"):
         cells.check(cell, stand_in)
     with pytest.raises(EmulatorError, match="limit of 1000 instructions reached"):

@@ -95,7 +95,9 @@ def test_every_layout_of_a_format_has_shapes_of_its_own(form: str) -> None:
             key = tuple((name, each.shape, str(each.dtype)) for name, each in shapes.items())
             assert found.setdefault(key, layout) == layout
             assert layout_of(cfg, routed) == layout
-    with pytest.raises(ValueError, match=r"^the layer's parameters: expected shapes of one of the"):
+    with pytest.raises(
+        ValueError, match=r"^the layer's parameters: expected dtypes and shapes of one of the"
+    ):
         layout_of(cfg, mm.ExpertMatrices(jnp.zeros((1, 3)), jnp.zeros((1, 3))))
 
 
