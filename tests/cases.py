@@ -107,7 +107,8 @@ def filled_up(
 
 
 def tokens(cfg: mm.MoEConfig, num_tokens: int, seed: int = 2) -> tuple[jax.Array, ...]:
-    """x, topk_ids and topk_weights: rows of different size, one of several of zeros; random ids."""
+    """x, topk_ids and topk_weights: rows of different size, of several one of zeros; distinct ids,
+    random."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((num_tokens, cfg.hidden_size))
     x *= 2.0 ** rng.uniform(-3, 2, (num_tokens, 1))

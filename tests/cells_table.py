@@ -249,11 +249,8 @@ def _grouped(recipe: mm.Recipe) -> str:
     elif executed:
         error = f"error up to {_largest_error(records):.0e}"
         said.append(f"{EXECUTED} for {_capabilities(executed)} ({error})")
-    recorded = {
-        plan["sm"]
-        for plan in humming_records.read()[0]
-        if (plan["format"], plan["activation"]) == (pair[0], ROWS[pair[1]][1])
-    }
+    inputs = ROWS[pair[1]][1]
+    recorded = {arch for arch in archs if (arch, pair[0], inputs) in humming_launches()}
     others = set(archs) - executed
     for word, found in (("launch checked", others & recorded), ("not run", others - recorded)):
         said += [f"{word} for {_capabilities(found)}"] if found else []
@@ -262,6 +259,13 @@ def _grouped(recipe: mm.Recipe) -> str:
 
 def _capabilities(archs: Iterable[int]) -> str:
     return ", ".join(f"{arch // 10}.{arch % 10}" for arch in sorted(archs))
+
+
+@functools.cache
+def humming_launches() -> frozenset[tuple[int, str, str]]:
+    """Architecture, weights and inputs of the products whose launches are recorded."""
+    plans, _ = humming_records.read()
+    return frozenset((plan["sm"], plan["format"], plan["activation"]) for plan in plans)
 
 
 @functools.cache

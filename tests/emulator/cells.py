@@ -179,12 +179,14 @@ def sums_like_hopper(cell: Cell) -> bool:
 
 def limit(cell: Cell, cuts: bool = False) -> tolerances.Agreement:
     """How far a cell may be from `reference`; `cuts`: sums of its products are cut along K."""
-    if cell.source == GROUPED and cell.form == "nvfp4":
-        return tolerances.EMULATED_GROUPED_NVFP4
-    if cell.source == GROUPED and (cell.biases or cuts):
-        return tolerances.EMULATED_GROUPED_TWICE
+    if cell.source == GROUPED and cell.biases:
+        return tolerances.EMULATED_GROUPED_BIASES
     if sums_like_hopper(cell) and not cell.exact_sums:
         return tolerances.EMULATED_FP8_SUMS
+    if cell.source == GROUPED and cell.form == "nvfp4":
+        return tolerances.EMULATED_GROUPED_NVFP4
+    if cuts and not sums_like_hopper(cell):
+        return tolerances.EMULATED_GROUPED_CUT
     return tolerances.EMULATED[cell.form]
 
 

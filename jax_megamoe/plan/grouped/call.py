@@ -38,7 +38,7 @@ class GroupedLayer:
         max_replicas: width of ``logical_to_physical``; 0 without it.
         fast_math: approximate exp and reciprocal in the activation.
         early: launches overlap the ends of those before them, from Hopper on.
-        stream_k: as `Tiles`; None: as `tiles.measured` says.
+        stream_k: as `Tiles`; None: as `tiles` says.
     """
 
     arch: int
